@@ -80,6 +80,9 @@ def save_safetensors(path, tensors, metadata=None):
     }
     with complete_or_absent(path) as temporary:
         try:
+            temporary.touch()
+            mode = temporary.stat().st_mode  # the library's own files can be read by their owner only
             serialize_file(specs, str(temporary), metadata={"format": "pt", **(metadata or {})})
+            temporary.chmod(mode)
         except Exception as error:  # the library raises its own type for a full disk
             raise RiverError(f"cannot write {path}: {error}") from error

@@ -1,0 +1,151 @@
+"""Hugging Face safetensors into the decoder: memory-mapped, and strict.
+
+A tensor stays where it is, in the mapped file, until a layer reads it: the loader slices and
+renames, and copies only to change a dtype or a device. A tensor that is missing, misshapen or
+unknown is an error that names it, since a weight left out gives fluent nonsense.
+"""
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from .config import load_config
+from .errors import RiverError
+from .files import read_json
+from .linear import Linear
+from .model import DecoderLayer, Llama, RMSNorm
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+IGNORED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry; rope.py computes them
+
+
+def load_model(folder, dtype=torch.bfloat16, device="cpu"):
+    """Load the checkpoint in `folder` as a `Llama`.
+
+    Args:
+        folder: holds config.json and model.safetensors, or shards and their index.
+        dtype: of weights and activations; on the CPU, tensors already of that dtype stay mapped.
+        device: where the weights go.
+
+    Raises:
+        RiverError: a file or tensor is missing, damaged, of the wrong shape, or unknown.
+    """
+    folder = Path(folder)
+    config = load_config(folder)
+    tensors = CheckpointTensors(folder, dtype, device)
+    D, q, kv, ff = config.hidden_size, config.q_size, config.kv_size, config.intermediate_size
+
+    def norm(name, size=D):
+        return RMSNorm(tensors.take(f"{name}.weight", (size,)), config.rms_norm_eps)
+
+    def linear(prefix, in_features, outputs, bias):
+        weights = [tensors.take(f"{prefix}.{name}.weight", (out, in_features)) for name, out in outputs.items()]
+        biases = [tensors.take(f"{prefix}.{name}.bias", (out,)) for name, out in outputs.items()] if bias else None
+        return Linear(weights, biases)
+
+    embed_tokens = tensors.take("model.embed_tokens.weight", (config.vocab_size, D))
+    layers = []
+    for index in range(config.n_layers):
+        layer = f"model.layers.{index}"
+        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+        layers.append(
+            DecoderLayer(
+                index=index,
+                n_heads=config.n_heads,
+                n_kv_heads=config.n_kv_heads,
+                head_dim=config.head_dim,
+                input_layernorm=norm(f"{layer}.input_layernorm"),
+                qkv_proj=linear(attention, D, {"q_proj": q, "k_proj": kv, "v_proj": kv}, config.qkv_bias),
+                o_proj=linear(attention, q, {"o_proj": D}, config.o_bias),
+                post_attention_layernorm=norm(f"{layer}.post_attention_layernorm"),
+                gate_up_proj=linear(mlp, D, {"gate_proj": ff, "up_proj": ff}, config.mlp_bias),
+                down_proj=linear(mlp, ff, {"down_proj": D}, config.mlp_bias),
+            )
+        )
+    final_norm = norm("model.norm")
+    if config.tie_word_embeddings:
+        tensors.skip("lm_head.weight")  # some tied checkpoints ship a redundant one
+        lm_head = Linear([embed_tokens])
+    else:
+        lm_head = Linear([tensors.take("lm_head.weight", (config.vocab_size, D))])
+    tensors.finish()
+    return Llama(config, embed_tokens, layers, final_norm, lm_head)
+
+
+class CheckpointTensors:
+    """The tensors of a checkpoint folder by name, each to be taken once."""
+
+    def __init__(self, folder, dtype, device):
+        self.folder, self.dtype, self.device = folder, dtype, device
+        self.files = {}  # tensor name to the open file that holds it
+        for path, names in checkpoint_files(folder).items():
+            opened = open_safetensors(path)
+            present = set(opened.keys())
+            for name in sorted(present if names is None else names):
+                if name not in present:
+                    raise RiverError(f"{path} lacks the tensor {name!r}, which {INDEX_FILE} says it holds")
+                self.files[name] = opened
+
+    def take(self, name, shape):
+        """Return the tensor `name`, checked to be of `shape`, in the loader's dtype and on its device."""
+        if name not in self.files:
+            raise RiverError(f"{self.folder}: the checkpoint has no tensor {name!r}, which its config.json asks for")
+        tensor = self.files.pop(name).get_tensor(name)
+        if tuple(tensor.shape) != tuple(shape):
+            raise RiverError(
+                f"{self.folder}: tensor {name!r} is {list(tensor.shape)}, "
+                f"but its config.json asks for {list(shape)}"
+            )
+        if not tensor.is_floating_point():
+            raise RiverError(f"{self.folder}: tensor {name!r} is {tensor.dtype}, but should hold floats")
+        return tensor.to(device=self.device, dtype=self.dtype)
+
+    def skip(self, name):
+        """Pass over the tensor `name` if it is there."""
+        self.files.pop(name, None)
+
+    def finish(self):
+        """Raise a RiverError if a tensor was left over: the model would not be the checkpoint's."""
+        unknown = sorted(name for name in self.files if not name.endswith(IGNORED))
+        if unknown:
+            raise RiverError(
+                f"{self.folder}: {len(unknown)} tensors have no place in the model that config.json "
+                f"describes, the first is {unknown[0]!r}"
+            )
+
+
+def checkpoint_files(folder):
+    """The safetensors files that make up the checkpoint: a dict of path to tensor names (None: all).
+
+    Only files that the index names are listed; others beside them may be anything.
+    """
+    folder = Path(folder)
+    if (folder / SINGLE_FILE).exists():
+        return {folder / SINGLE_FILE: None}
+    index = folder / INDEX_FILE
+    if not index.exists():
+        raise RiverError(f"{folder} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise RiverError(f"{index}: 'weight_map' should be an object that names the file of each tensor")
+    files = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file or "\\" in file:
+            raise RiverError(f"{index}: {file!r}, given for {name!r}, is not the name of a file in this folder")
+        files.setdefault(folder / file, set()).add(name)
+    return files
+
+
+def open_safetensors(path):
+    """Open one safetensors file, memory-mapped; a RiverError says what is wrong with a bad one."""
+    try:
+        with open(path, "rb") as file:
+            if file.read(40).startswith(b"version https://git-lfs"):
+                raise RiverError(f"{path} is a Git LFS pointer, not the weights: run `git lfs pull`, or download it")
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise RiverError(f"{path} is missing: the checkpoint is incomplete, download it again") from None
+    except (SafetensorError, OSError) as error:
+        raise RiverError(f"{path} is damaged or cut short ({error}): download it again") from error

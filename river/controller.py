@@ -1,0 +1,67 @@
+"""The exit controller: does a token leave the backbone here?
+
+A rule is asked before each backbone layer and answers for all the tokens of the step together,
+since a batch (and, in prefill, a prompt) leaves at one common depth. To add a rule, write a class
+with the method `leaves`.
+"""
+
+import math
+from dataclasses import dataclass
+
+from .errors import RiverError
+
+
+def similarity(h_in, h):
+    """State transition similarity s_l = cos(h_{l-1}, h_l) of each token, float32 [N] for [N, D] inputs."""
+    a, b = h_in.float(), h.float()
+    cosine = (a * b).sum(-1) / (a.square().sum(-1) * b.square().sum(-1)).sqrt()
+    return cosine.clamp(max=1.0)  # rounding must not lift it above a tau of 1, which never exits
+
+
+@dataclass
+class Similarity:
+    """River-LLM's rule: leave when the least similarity among the tokens is above `tau`."""
+
+    tau: float = 0.5
+
+    def leaves(self, depth, h_in, h):
+        """Leave after `depth` backbone layers?
+
+        Args:
+            depth: backbone layers run so far, 0 .. L-1.
+            h_in: hidden states [N, D] before the last of them; None at depth 0.
+            h: hidden states [N, D] after it.
+        """
+        return depth > 0 and self.tau < 1 and bool(similarity(h_in, h).min() > self.tau)
+
+
+@dataclass
+class FixedDepth:
+    """Leave after exactly `exit_layer` backbone layers; 0 is the river alone, L the backbone alone."""
+
+    exit_layer: int
+
+    def leaves(self, depth, h_in, h):
+        return depth >= self.exit_layer
+
+
+class Never:
+    """Stay on the backbone."""
+
+    def leaves(self, depth, h_in, h):
+        return False
+
+
+def make_exit_rule(n_layers, tau=0.5, exit_layer=None):
+    """The rule for the settings of a run: `exit_layer` if given, else similarity with `tau`.
+
+    Raises:
+        RiverError: tau is not a finite number, or exit_layer is outside 0 .. n_layers.
+    """
+    if exit_layer is not None:
+        if not 0 <= exit_layer <= n_layers:
+            raise RiverError(f"exit layer {exit_layer} is out of range: this model has 0 to {n_layers}")
+        return FixedDepth(exit_layer)
+    if not math.isfinite(tau):
+        raise RiverError(f"tau is {tau}, but should be a number (1 or more never exits)")
+    return Similarity(tau)

@@ -1,0 +1,133 @@
+"""Linear layers: full precision for the backbone, 4-bit for the river, called alike.
+
+A linear maps x [..., in_features] to [..., out_features]. `Linear` holds the checkpoint's own
+tensors; where several projections share an input (q, k, v) it holds them all, so that they stay
+memory-mapped and need no fused copy. `QuantLinear` holds 4-bit codes in the layout of a PyTorch int4
+kernel where one takes the shape, and in a plain layout with a reference implementation where not.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from .errors import RiverError
+from .quantize import Quantized
+
+KERNEL_GROUP_SIZES = (32, 64, 128, 256)
+
+
+class Linear:
+    """y = x W^T + b, with the rows of W (and of b) in one tensor or in several.
+
+    Args:
+        weights: list of [out_i, in_features] tensors; the output has sum(out_i) features.
+        biases: list of [out_i] tensors, one for each weight, or None.
+    """
+
+    def __init__(self, weights, biases=None):
+        self.weights = weights
+        self.biases = biases or [None] * len(weights)
+
+    def __call__(self, x):
+        outputs = [F.linear(x, weight, bias) for weight, bias in zip(self.weights, self.biases)]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+    @property
+    def bias(self):
+        """The bias of all rows, [out_features], or None."""
+        return None if self.biases[0] is None else torch.cat(self.biases)
+
+    @property
+    def nbytes(self):
+        """Bytes that one token reads."""
+        return sum(t.nbytes for t in (*self.weights, *self.biases) if t is not None)
+
+
+class QuantLinear:
+    """y = x W^T + b with W ~ (codes - zeros) * scales, in the layout that `layout_for` names.
+
+    Args:
+        tensors: dict with the tensors of the layout, as `pack` returns and a river file stores them.
+        layout: "plain", "int4pack_cpu" or "int4pack_cuda".
+        shape: (out_features, in_features).
+        group_size: input features that share a scale and a zero.
+        bias: [out_features] or None.
+    """
+
+    def __init__(self, tensors, layout, shape, group_size, bias=None):
+        self.tensors, self.layout = tensors, layout
+        self.shape, self.group_size, self.bias = shape, group_size, bias
+        self.matmul = MATMULS[layout]
+
+    def __call__(self, x):
+        y = self.matmul(x.reshape(-1, self.shape[1]), self.tensors, self.group_size)
+        y = y.view(*x.shape[:-1], self.shape[0])
+        return y if self.bias is None else y + self.bias
+
+    @property
+    def nbytes(self):
+        """Bytes that one token reads."""
+        return sum(t.nbytes for t in self.tensors.values()) + (0 if self.bias is None else self.bias.nbytes)
+
+
+def layout_for(shape, group_size, dtype, device):
+    """Name the layout for a weight [out_features, in_features] that meets activations of `dtype` on `device`.
+
+    The kernels take bfloat16 only (the CPU one takes float32 too, 20 to 40 times slower).
+    """
+    out_features, in_features = shape
+    device = torch.device(device).type
+    fits = dtype is torch.bfloat16 and group_size in KERNEL_GROUP_SIZES and in_features % group_size == 0
+    if fits and device == "cpu" and out_features % 16 == 0:
+        return "int4pack_cpu"
+    if fits and device == "cuda" and out_features % 8 == 0 and in_features % (16 * INNER_K_TILES) == 0:
+        return "int4pack_cuda"
+    return "plain"
+
+
+def pack(quantized, layout, device):
+    """Return the tensors of `layout` for a `Quantized` weight, on `device`."""
+    codes, scales, zeros = (t.to(device) for t in (quantized.codes, quantized.scales, quantized.zeros))
+    if layout == "plain":
+        return {"packed": pack_nibbles(codes), "scales": scales, "zeros": zeros}
+    # Both kernels compute (codes - 8) * scale + zero, with [groups, out_features, 2] for the pair.
+    pairs = torch.stack((scales.t(), ((8 - zeros) * scales).t()), dim=-1).contiguous().to(torch.bfloat16)
+    if layout == "int4pack_cpu":
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)  # the 1 is ignored
+    else:
+        packed = torch.ops.aten._convert_weight_to_int4pack(pack_nibbles(codes, high_first=True), INNER_K_TILES)
+    return {"packed": packed, "scales_and_zeros": pairs}
+
+
+INNER_K_TILES = 8  # of the CUDA kernel's layout: 16 * 8 input features are stored together
+
+
+def pack_nibbles(codes, high_first=False):
+    """Store uint8 codes 0..15 [N, K] two to a byte, uint8 [N, ceil(K / 2)]; an odd K is padded with 0."""
+    if codes.numel() and int(codes.max()) > 15:
+        raise RiverError(f"4-bit codes go from 0 to 15, not to {int(codes.max())}")
+    codes = F.pad(codes, (0, codes.shape[1] % 2))
+    even, odd = codes[:, 0::2], codes[:, 1::2]
+    return even << 4 | odd if high_first else odd << 4 | even
+
+
+def unpack_nibbles(packed, in_features):
+    """Undo `pack_nibbles(codes)`: uint8 [N, ceil(K / 2)] to uint8 codes [N, K]."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)[:, :in_features]
+
+
+def _matmul_plain(x, tensors, group_size):
+    """The reference: expand the weight, then a full-precision product; any shape, dtype and device."""
+    codes = unpack_nibbles(tensors["packed"], x.shape[1])
+    weight = Quantized(codes, tensors["scales"], tensors["zeros"], group_size).dequantize()
+    return F.linear(x, weight.to(x.dtype))
+
+
+def _matmul_cpu(x, tensors, group_size):
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, tensors["packed"], group_size, tensors["scales_and_zeros"])
+
+
+def _matmul_cuda(x, tensors, group_size):
+    return torch.ops.aten._weight_int4pack_mm(x, tensors["packed"], group_size, tensors["scales_and_zeros"])
+
+
+MATMULS = {"plain": _matmul_plain, "int4pack_cpu": _matmul_cpu, "int4pack_cuda": _matmul_cuda}

@@ -1,0 +1,252 @@
+"""A checkpoint, its river and its tokenizer behind one object: text in, text and exit depths out.
+
+    llm = load("weights/HuggingFaceTB/SmolLM2-135M-Instruct")
+    run = llm.generate("What is the capital of France?")
+    for step in run:
+        print(step.texts[0], step.tokens[0], step.exit_layer)
+    print(run.mean_exit_layer)
+"""
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .checkpoint import load_model
+from .controller import make_exit_rule
+from .decode import Decoder, generate
+from .errors import RiverError
+from .exits import load_river
+from .sampling import Sampler
+from .tokenizer import load_tokenizer
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass
+class Settings:
+    """How to generate; see `generate.py --help` for each."""
+
+    max_new_tokens: int = 256
+    tau: float = 0.5
+    exit_layer: int | None = None
+    prefill: str = "exit"
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+
+
+def load(folder, device="auto", dtype="bfloat16", quantizer="hqq", group_size=64, chat_format=None, log=None):
+    """Load a checkpoint folder with its tokenizer and its exit river (built at the first time).
+
+    Args:
+        folder: config.json, safetensors and tokenizer files, as on the Hugging Face hub.
+        device: "auto" (CUDA if there is one), "cpu", "cuda", ...
+        dtype: of weights and activations: "bfloat16", "float16" or "float32".
+        quantizer, group_size: of the river, see quantize.py.
+        chat_format: a name of chat.py, or None to detect it from the checkpoint.
+        log: called with (line, done) about slow work, or None.
+
+    Raises:
+        RiverError: anything that the user can put right.
+    """
+    folder = Path(folder)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise RiverError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    if dtype not in DTYPES:
+        raise RiverError(f"dtype {dtype!r} is not known; known are {', '.join(DTYPES)}")
+    model = load_model(folder, DTYPES[dtype], device)
+    tokenizer = load_tokenizer(folder, chat_format)
+    if tokenizer.n_vocab > model.config.vocab_size:
+        raise RiverError(
+            f"{folder}: the tokenizer has {tokenizer.n_vocab} tokens but the model only "
+            f"{model.config.vocab_size}: they are not from the same checkpoint"
+        )
+    river = load_river(model, folder, quantizer, group_size, log or (lambda line, done: None))
+    return RiverLLM(model, river, tokenizer)
+
+
+class RiverLLM:
+    """A loaded model: `model` (the backbone), `river` (its exit layers) and `tokenizer`."""
+
+    def __init__(self, model, river, tokenizer):
+        self.model, self.river, self.tokenizer = model, river, tokenizer
+
+    @property
+    def config(self):
+        return self.model.config
+
+    def generate(self, prompts, raw=False, system=None, **settings):
+        """Start generating; returns a `Generation` to iterate over.
+
+        Args:
+            prompts: a string, or a list of strings that run as one batch.
+            raw: complete the text as it stands, instead of answering it as one user turn of a chat.
+            system: the system text of the chat, or None for the checkpoint's own.
+            settings: the fields of `Settings`.
+
+        Raises:
+            RiverError: a setting is out of range, or a prompt is empty or longer than the context.
+        """
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not prompts or not all(prompts):
+            raise RiverError("the prompt is empty")
+        if raw or not self.tokenizer.chat_format:
+            ids = [self.tokenizer.encode(prompt, bos=True) for prompt in prompts]
+        else:
+            ids = [self.tokenizer.chat_prompt(_messages(prompt, system)) for prompt in prompts]
+        if not all(ids):
+            raise RiverError("the prompt has no tokens")
+        return Generation(self, ids, Settings(**settings))
+
+    def chat(self, system=None, **settings):
+        """Start a chat that keeps its cache from turn to turn; returns a `Chat`."""
+        return Chat(self, system, Settings(**settings))
+
+    def decoder(self, settings, batch, max_len):
+        """A `Decoder` with an empty cache for these `Settings`."""
+        rule = make_exit_rule(self.config.n_layers, settings.tau, settings.exit_layer)
+        return Decoder(self.model, self.river, rule, settings.prefill, batch, max_len)
+
+    def step_nbytes(self, exit_layer):
+        """Bytes of weights that a decode step reads when it leaves after `exit_layer` backbone layers."""
+        layers = self.model.layers[:exit_layer] + self.river[exit_layer:]
+        return sum(layer.nbytes for layer in layers) + self.model.norm.weight.nbytes + self.model.lm_head.nbytes
+
+
+class Generation:
+    """One run over a batch of prompts: iterate for its `Step`s, then (or meanwhile) read what came out.
+
+    Attributes:
+        prompt_ids: token ids of each prompt.
+        tokens: new token ids of each row so far, its stop token included.
+        texts: text of each row so far, without special tokens.
+        stop_reasons: of each row, "stop" (a stop token), "length" (max_new_tokens), "context" (the
+            model's context is full), or None while it runs.
+        prefill_exit_layer: backbone layers that the prompt went through, or None before it has.
+        exit_layers: backbone layers run, one for each decode step.
+        ttft_s: seconds from the start to the first token, or None.
+        decode_s: seconds from the first token to the latest.
+    """
+
+    def __init__(self, llm, prompt_ids, settings, decoder=None):
+        self.llm, self.prompt_ids, self.settings = llm, prompt_ids, settings
+        used = decoder.length if decoder else 0
+        longest = used + max(len(ids) for ids in prompt_ids)
+        context = llm.config.max_position_embeddings
+        if longest > context:
+            raise RiverError(f"the prompt has {longest} tokens, but the model's context is {context}")
+        if settings.max_new_tokens < 0:
+            raise RiverError(f"max-new-tokens is {settings.max_new_tokens}, but should be 0 or above")
+        self.limit = min(settings.max_new_tokens, context - longest + 1)  # the last token is never run
+        self.decoder = decoder or llm.decoder(settings, len(prompt_ids), longest + self.limit)
+        self.decoder.cache.grow(longest + self.limit)
+        self.sampler = Sampler(
+            settings.temperature, settings.top_k, settings.top_p, settings.seed, llm.model.device
+        )
+        rows = len(prompt_ids)
+        self.tokens = [[] for _ in range(rows)]
+        self.texts = [""] * rows
+        self.stop_reasons = [None] * rows
+        self.prefill_exit_layer, self.exit_layers = None, []
+        self.ttft_s, self.decode_s = None, 0.0
+
+    def __iter__(self):
+        stops = self.llm.config.eos_token_ids
+        streams = [self.llm.tokenizer.stream() for _ in self.tokens]
+        started = time.perf_counter()
+        for step in generate(self.decoder, self.prompt_ids, self.limit, stops, self.sampler):
+            if self.ttft_s is None:
+                self.ttft_s = time.perf_counter() - started
+                self.prefill_exit_layer = step.exit_layer
+            else:
+                self.decode_s = time.perf_counter() - started - self.ttft_s
+                self.exit_layers.append(step.exit_layer)
+            step.texts = [self._extend(row, token, stops, streams[row]) for row, token in enumerate(step.tokens)]
+            yield step
+
+    def _extend(self, row, token, stops, stream):
+        """Take one row's new token; returns what its text grew by."""
+        if token is None:
+            return ""
+        self.tokens[row].append(token)
+        text = "" if token in stops else stream.feed(token)
+        if token in stops:
+            self.stop_reasons[row] = "stop"
+        elif len(self.tokens[row]) == self.limit:
+            self.stop_reasons[row] = "length" if self.limit == self.settings.max_new_tokens else "context"
+        if self.stop_reasons[row]:
+            text += stream.flush()
+        self.texts[row] += text
+        return text
+
+    @property
+    def new_tokens(self):
+        """New tokens of all rows together."""
+        return sum(len(tokens) for tokens in self.tokens)
+
+    @property
+    def mean_exit_layer(self):
+        """Mean backbone layers run over the decode steps (the prefill's where there were none), or None."""
+        if self.exit_layers:
+            return sum(self.exit_layers) / len(self.exit_layers)
+        return self.prefill_exit_layer
+
+    @property
+    def decode_tokens_per_s(self):
+        """Tokens after each row's first, over the seconds they took; None if there are none."""
+        decoded = self.new_tokens - len(self.tokens)
+        return decoded / self.decode_s if decoded > 0 and self.decode_s > 0 else None
+
+    @property
+    def nbytes_per_step(self):
+        """Mean bytes of weights that a decode step read; None without decode steps."""
+        if not self.exit_layers:
+            return None
+        depths = Counter(self.exit_layers)
+        return sum(self.llm.step_nbytes(d) * n for d, n in depths.items()) / len(self.exit_layers)
+
+
+class Chat:
+    """A conversation on one cache: each turn runs only what is new.
+
+    A reply that was cut short (by max_new_tokens, or by leaving the loop) is closed with the end-of-turn
+    token before the next user turn.
+    """
+
+    def __init__(self, llm, system, settings):
+        if not llm.tokenizer.chat_format:
+            raise RiverError("this checkpoint has no chat template that is known: give a --prompt, which is completed")
+        self.llm, self.system, self.settings = llm, system, settings
+        self.decoder = llm.decoder(settings, batch=1, max_len=1)
+        self.reply = None  # the last `Generation`
+
+    def say(self, text):
+        """Start the answer to a user turn; returns a `Generation` to iterate over.
+
+        Raises:
+            RiverError: the turn is empty, or does not fit into the model's context any more.
+        """
+        if not text:
+            raise RiverError("the prompt is empty")
+        if self.reply is None:
+            ids = self.llm.tokenizer.chat_prompt(_messages(text, self.system))
+        else:
+            # The latest token has not been run yet; a stop token is part of what follows anyway.
+            latest = self.reply.tokens[0][-1:]
+            unrun = [token for token in latest if token not in self.llm.config.eos_token_ids]
+            ids = unrun + self.llm.tokenizer.chat_turn(text)
+        self.reply = Generation(self.llm, [ids], self.settings, self.decoder)
+        return self.reply
+
+
+def _messages(prompt, system):
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return [*messages, {"role": "user", "content": prompt}]

@@ -1,0 +1,154 @@
+"""The decoder, Llama-style and by hand: read it top to bottom.
+
+A layer is a callable of the hidden state, the positions it works at, and the cache. It does not
+know whether its linears are full precision (a backbone layer) or 4-bit (an exit layer), and it does
+not know how far the sequence has come: positions are handed in by the decode loop.
+
+Shapes: B batch, T tokens of this step, S positions visible so far, D hidden, H heads, K kv heads.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from .rope import Rope, rotate
+
+
+@dataclass
+class RMSNorm:
+    """x / rms(x) * weight, the statistics in float32 (Zhang and Sennrich, arXiv 1910.07467)."""
+
+    weight: torch.Tensor
+    eps: float
+
+    def __call__(self, x):
+        x32 = x.float()
+        x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
+        return x32.to(x.dtype) * self.weight
+
+
+@dataclass
+class Positions:
+    """Where in the sequence one step takes place; every layer of the step gets the same.
+
+    The step's tokens fill the cache slots start .. end-1. A row of a batch whose prompt is shorter
+    is padded on the left: its first `padding` slots hold nothing that may be attended to, and its
+    positions count from there.
+    """
+
+    start: int
+    end: int
+    cos: torch.Tensor  # [B or 1, 1, T, rotary dim]
+    sin: torch.Tensor
+    padding: torch.Tensor | None = None  # int64 [B], or None if no row is padded
+
+    @classmethod
+    def at(cls, rope, start, end, dtype, padding=None):
+        """Positions of the slots start .. end-1, with the tables of `rope` in `dtype`."""
+        slots = torch.arange(start, end, device=rope.device)
+        positions = slots[None] if padding is None else (slots - padding[:, None]).clamp(min=0)
+        cos, sin = (table[:, None] for table in rope.tables(positions, dtype))
+        return cls(start, end, cos, sin, padding)
+
+    def mask(self, repeats):
+        """Which slots each query may see: bool [B or 1, 1, repeats * T, end], or None for all of them.
+
+        The T rows stand there `repeats` times, once for each query head that shares a kv head.
+        """
+        if self.end - self.start == 1 and self.padding is None:
+            return None
+        keys = torch.arange(self.end, device=self.cos.device)
+        queries = keys[self.start :].repeat(repeats)[:, None]
+        visible = keys <= queries
+        if self.padding is not None:
+            # A padding query sees itself, since a softmax over nothing would be NaN, which spreads.
+            visible = visible & (keys >= self.padding[:, None, None]) | (keys == queries)
+        return visible.view(-1, 1, *visible.shape[-2:])
+
+
+@dataclass
+class DecoderLayer:
+    """Attention and feed-forward, each behind a norm and inside a residual connection.
+
+    The linears are any callables of x: `Linear` or `QuantLinear`. q, k and v are one projection, and
+    so are gate and up, since each group reads the same input.
+    """
+
+    index: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    input_layernorm: RMSNorm
+    qkv_proj: object
+    o_proj: object
+    post_attention_layernorm: RMSNorm
+    gate_up_proj: object
+    down_proj: object
+
+    def __call__(self, h, positions, cache):
+        """h [B, T, D] to h [B, T, D]; writes K and V of the step's tokens into this layer's slots."""
+        h = h + self.attention(self.input_layernorm(h), positions, *cache.layer(self.index))
+        return h + self.feed_forward(self.post_attention_layernorm(h))
+
+    def attention(self, x, positions, k_cache, v_cache):
+        B, T, _ = x.shape
+        H, K = self.n_heads, self.n_kv_heads
+        qkv = self.qkv_proj(x).view(B, T, H + 2 * K, self.head_dim).transpose(1, 2)  # (B, H + 2K, T, head_dim)
+        q, k, v = qkv.split((H, K, K), dim=1)
+        k_cache[:, :, positions.start : positions.end] = rotate(k, positions.cos, positions.sin)
+        v_cache[:, :, positions.start : positions.end] = v
+        q = rotate(q, positions.cos, positions.sin)
+
+        # The H / K query heads of a kv head become more rows of one attention, so that K and V are
+        # read once and never copied for them.
+        q = q.reshape(B, K, H // K * T, self.head_dim)
+        k, v = k_cache[:, :, : positions.end], v_cache[:, :, : positions.end]  # (B, K, S, head_dim)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=positions.mask(H // K))
+        y = y.view(B, H, T, self.head_dim).transpose(1, 2).reshape(B, T, H * self.head_dim)
+        return self.o_proj(y)
+
+    def feed_forward(self, x):
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # (B, T, intermediate) each
+        return self.down_proj(F.silu(gate) * up)
+
+    @property
+    def nbytes(self):
+        """Bytes of weights that one token reads on its way through."""
+        linears = (self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj)
+        norms = (self.input_layernorm, self.post_attention_layernorm)
+        return sum(linear.nbytes for linear in linears) + sum(norm.weight.nbytes for norm in norms)
+
+
+@dataclass
+class Llama:
+    """Embedding, decoder layers, final norm and LM head of one checkpoint: the backbone.
+
+    `embed_tokens` is [vocab, D]; `lm_head` is a `Linear` over the same tensor where the checkpoint
+    ties them.
+    """
+
+    config: object
+    embed_tokens: torch.Tensor
+    layers: list
+    norm: RMSNorm
+    lm_head: object
+
+    def __post_init__(self):
+        self.rope = Rope(self.config.rope, self.device)
+
+    @property
+    def device(self):
+        return self.embed_tokens.device
+
+    @property
+    def dtype(self):
+        return self.embed_tokens.dtype
+
+    def embed(self, tokens):
+        """Token ids [B, T] to hidden states [B, T, D]."""
+        return F.embedding(tokens, self.embed_tokens)
+
+    def logits(self, h):
+        """Hidden states [B, T, D] after the last layer to float32 logits [B, T, vocab]."""
+        return self.lm_head(self.norm(h)).float()
