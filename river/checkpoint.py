@@ -18,7 +18,11 @@ from .model import DecoderLayer, Llama, RMSNorm
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-IGNORED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry; rope.py computes them
+# Buffers that old checkpoints carry (rope.py computes them), and a scale for 8-bit activations.
+IGNORED = ("rotary_emb.inv_freq", ".activation_scale")
+# The parts of a multimodal checkpoint that see.
+NOT_TEXT = tuple(prefix + part for prefix in ("", "model.") for part in ("vision_tower.", "multi_modal_projector."))
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def load_model(folder, dtype=torch.bfloat16, device="cpu"):
@@ -45,6 +49,10 @@ def load_model(folder, dtype=torch.bfloat16, device="cpu"):
         biases = [tensors.take(f"{prefix}.{name}.bias", (out,)) for name, out in outputs.items()] if bias else None
         return Linear(weights, biases)
 
+    qkv_rows, gate_up_rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}, {"gate_proj": ff, "up_proj": ff}
+    if config.fused_projections:
+        qkv_rows, gate_up_rows = {"qkv_proj": q + 2 * kv}, {"gate_up_proj": 2 * ff}
+
     embed_tokens = tensors.take("model.embed_tokens.weight", (config.vocab_size, D))
     layers = []
     for index in range(config.n_layers):
@@ -57,15 +65,21 @@ def load_model(folder, dtype=torch.bfloat16, device="cpu"):
                 n_kv_heads=config.n_kv_heads,
                 head_dim=config.head_dim,
                 input_layernorm=norm(f"{layer}.input_layernorm"),
-                qkv_proj=linear(attention, D, {"q_proj": q, "k_proj": kv, "v_proj": kv}, config.qkv_bias),
+                qkv_proj=linear(attention, D, qkv_rows, config.qkv_bias),
                 o_proj=linear(attention, q, {"o_proj": D}, config.o_bias),
                 post_attention_layernorm=norm(f"{layer}.post_attention_layernorm"),
-                gate_up_proj=linear(mlp, D, {"gate_proj": ff, "up_proj": ff}, config.mlp_bias),
+                gate_up_proj=linear(mlp, D, gate_up_rows, config.mlp_bias),
                 down_proj=linear(mlp, ff, {"down_proj": D}, config.mlp_bias),
+                q_norm=norm(f"{attention}.q_norm", config.head_dim) if config.qk_norm else None,
+                k_norm=norm(f"{attention}.k_norm", config.head_dim) if config.qk_norm else None,
+                window=config.windows[index],
             )
         )
     final_norm = norm("model.norm")
-    if config.tie_word_embeddings:
+    tied = config.tie_word_embeddings
+    if tied is None:
+        tied = "lm_head.weight" not in tensors.files
+    if tied:
         tensors.skip("lm_head.weight")  # some tied checkpoints ship a redundant one
         lm_head = Linear([embed_tokens])
     else:
@@ -75,32 +89,39 @@ def load_model(folder, dtype=torch.bfloat16, device="cpu"):
 
 
 class CheckpointTensors:
-    """The tensors of a checkpoint folder by name, each to be taken once."""
+    """The tensors of a checkpoint folder by their canonical names, each to be taken once."""
 
     def __init__(self, folder, dtype, device):
         self.folder, self.dtype, self.device = folder, dtype, device
-        self.files = {}  # tensor name to the open file that holds it
+        self.files = {}  # canonical name to (the open file that holds it, its name there)
         for path, names in checkpoint_files(folder).items():
             opened = open_safetensors(path)
             present = set(opened.keys())
             for name in sorted(present if names is None else names):
                 if name not in present:
                     raise RiverError(f"{path} lacks the tensor {name!r}, which {INDEX_FILE} says it holds")
-                self.files[name] = opened
+                if not name.startswith(NOT_TEXT):
+                    self.files[canonical_name(name)] = opened, name
 
     def take(self, name, shape):
         """Return the tensor `name`, checked to be of `shape`, in the loader's dtype and on its device."""
-        if name not in self.files:
-            raise RiverError(f"{self.folder}: the checkpoint has no tensor {name!r}, which its config.json asks for")
-        tensor = self.files.pop(name).get_tensor(name)
+        tensor = self._get(name, "config.json asks for it")
         if tuple(tensor.shape) != tuple(shape):
             raise RiverError(
-                f"{self.folder}: tensor {name!r} is {list(tensor.shape)}, "
-                f"but its config.json asks for {list(shape)}"
+                f"{self.folder}: tensor {name!r} is {list(tensor.shape)}, but config.json asks for {list(shape)}"
             )
+        if tensor.dtype in FP8:
+            scale = self._get(f"{name}_scale_inv", f"{name!r} is stored in 8 bits, which need a scale")
+            tensor = dequantize_fp8(tensor, scale, f"{self.folder}: tensor {name!r}")
         if not tensor.is_floating_point():
             raise RiverError(f"{self.folder}: tensor {name!r} is {tensor.dtype}, but should hold floats")
         return tensor.to(device=self.device, dtype=self.dtype)
+
+    def _get(self, name, why):
+        if name not in self.files:
+            raise RiverError(f"{self.folder}: the checkpoint has no tensor {name!r}; {why}")
+        opened, stored_name = self.files.pop(name)
+        return opened.get_tensor(stored_name)
 
     def skip(self, name):
         """Pass over the tensor `name` if it is there."""
@@ -114,6 +135,31 @@ class CheckpointTensors:
                 f"{self.folder}: {len(unknown)} tensors have no place in the model that config.json "
                 f"describes, the first is {unknown[0]!r}"
             )
+
+
+def canonical_name(name):
+    """The name that a tensor has in a text-only checkpoint: mistral3 wraps its text model two ways."""
+    for wrapped, plain in (("language_model.model.", "model."), ("language_model.lm_head.", "lm_head."),
+                           ("model.language_model.", "model.")):
+        if name.startswith(wrapped):
+            return plain + name.removeprefix(wrapped)
+    return name
+
+
+def dequantize_fp8(weight, scale, what="the weight"):
+    """float8 [N, K] times its scale: one number, or float [n, k] with one for each block of N/n rows and K/k columns.
+
+    Raises:
+        RiverError: the scale does not divide the weight into equal blocks.
+    """
+    if scale.numel() == 1:
+        return weight.float() * scale.float().reshape(())
+    if scale.ndim != 2 or any(rows % blocks for rows, blocks in zip(weight.shape, scale.shape)):
+        raise RiverError(f"{what} is {list(weight.shape)}, which its scale {list(scale.shape)} does not divide")
+    blocks = [rows // n for rows, n in zip(weight.shape, scale.shape)]
+    for dim, size in enumerate(blocks):
+        scale = scale.repeat_interleave(size, dim=dim)
+    return weight.float() * scale.float()
 
 
 def checkpoint_files(folder):

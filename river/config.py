@@ -11,12 +11,34 @@ from pathlib import Path
 from .errors import RiverError
 from .files import read_json
 
-FAMILIES = ("llama",)
-ROPE_TYPES = ("default", "llama3")
-# Where a key is absent, the value that the family's config class in Hugging Face transformers has.
-FAMILY_DEFAULTS = {
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+# Each family, and what its class in Hugging Face transformers takes for a key that is absent. The key
+# sliding_window is special: absent means the default, null means none.
+FAMILIES = {
     "llama": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
+    "mistral": {
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
+    "ministral3": {
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 262144,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "phi3": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
+    "qwen2": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
+    "qwen3": {
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "head_dim": 128,
+    },
 }
+MULTIMODAL = "mistral3"  # its text model sits in text_config
 
 
 @dataclass(frozen=True)
@@ -52,10 +74,13 @@ class ModelConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     rope: RopeConfig
-    tie_word_embeddings: bool
+    tie_word_embeddings: bool | None  # None: tied if the checkpoint ships no lm_head
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
+    qk_norm: bool  # RMSNorm over each query and key head
+    fused_projections: bool  # the checkpoint stores q, k, v as one tensor, and gate, up as another
+    windows: tuple  # for each layer, the positions its attention looks back on (itself included), or None
     eos_token_ids: frozenset
 
     @property
@@ -112,10 +137,18 @@ def load_config(folder):
 
 def parse_config(values, path="config.json", eos_token_ids=frozenset()):
     """Turn the dict of a config.json into a `ModelConfig`; `path` is for error messages."""
-    model_type = values.get("model_type")
-    if model_type not in FAMILIES:
-        raise RiverError(f"{path}: model_type {model_type!r} is not known; known are {', '.join(FAMILIES)}")
-    read = _Reader({**FAMILY_DEFAULTS[model_type], **_without_nulls(values)}, path)
+    nested = values.get("model_type") == MULTIMODAL
+    if nested:
+        values = values.get("text_config")
+        if not isinstance(values, dict):
+            raise RiverError(f"{path}: 'text_config' is missing, where {MULTIMODAL} keeps its text model")
+        eos_token_ids = _token_ids(values, path) | set(eos_token_ids)
+    family = values.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        known = ", ".join((*FAMILIES, MULTIMODAL))
+        raise RiverError(f"{path}: model_type {family!r} is not known; known are {known}")
+    # A null means the same as an absent key, except for the window.
+    read = _Reader({**FAMILIES[family], **_without_nulls(values, keep=("sliding_window",))}, path)
     activation = read.get("hidden_act", str, "silu")
     if activation != "silu":
         read.fail("hidden_act", activation, "only 'silu' is implemented")
@@ -128,44 +161,71 @@ def parse_config(values, path="config.json", eos_token_ids=frozenset()):
     if "head_dim" not in read.values and hidden_size % n_heads:
         read.fail("hidden_size", hidden_size, f"should be a multiple of num_attention_heads, {n_heads}")
     head_dim = read.get("head_dim", int, hidden_size // n_heads)
-    attention_bias = read.get("attention_bias", bool, False)
+    n_layers = read.get("num_hidden_layers", int)
+    attention_bias = family in ("llama", "qwen3") and read.get("attention_bias", bool, False)
+    # Where the text model is part of a larger one, an absent key leaves the answer to the tensors.
+    tied = None if nested and "tie_word_embeddings" not in values else read.get("tie_word_embeddings", bool, False)
 
     return ModelConfig(
-        model_type=model_type,
+        model_type=family,
         vocab_size=read.get("vocab_size", int),
         hidden_size=hidden_size,
         intermediate_size=read.get("intermediate_size", int),
-        n_layers=read.get("num_hidden_layers", int),
+        n_layers=n_layers,
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=read.get("rms_norm_eps", float),
         max_position_embeddings=read.get("max_position_embeddings", int),
-        rope=_rope_config(read, head_dim),
-        tie_word_embeddings=read.get("tie_word_embeddings", bool, False),
-        qkv_bias=attention_bias,
+        rope=_rope_config(read, family, head_dim),
+        tie_word_embeddings=tied,
+        qkv_bias=attention_bias or family == "qwen2",
         o_bias=attention_bias,
-        mlp_bias=read.get("mlp_bias", bool, False),
+        mlp_bias=family == "llama" and read.get("mlp_bias", bool, False),
+        qk_norm=family == "qwen3",
+        fused_projections=family == "phi3",
+        windows=_windows(read, family, n_layers),
         eos_token_ids=frozenset(eos_token_ids),
     )
 
 
-def _rope_config(read, head_dim):
+def _windows(read, family, n_layers):
+    """The sliding window of each layer, None where it sees everything before it."""
+    window = read.get("sliding_window", int) if read.values.get("sliding_window") is not None else None
+    if family not in ("qwen2", "qwen3"):
+        return (window,) * n_layers
+    if not read.get("use_sliding_window", bool, False):
+        return (None,) * n_layers
+    if "layer_types" in read.values:
+        kinds = {"full_attention": None, "sliding_attention": window}
+        layer_types = read.values["layer_types"]
+        if not isinstance(layer_types, list) or len(layer_types) != n_layers or not set(layer_types) <= set(kinds):
+            read.fail("layer_types", layer_types, f"should be {n_layers} of {', '.join(kinds)}")
+        return tuple(kinds[kind] for kind in layer_types)
+    full_layers = read.get("max_window_layers", int)
+    return (None,) * min(full_layers, n_layers) + (window,) * max(0, n_layers - full_layers)
+
+
+def _rope_config(read, family, head_dim):
     """Normalise the old key `rope_scaling` and the newer `rope_parameters`; the old one wins if set."""
     scaling = read.values.get("rope_scaling") or read.values.get("rope_parameters") or {}
     if not isinstance(scaling, dict):
         read.fail("rope_scaling", scaling, "should be an object")
     nested = _Reader({**read.values, **_without_nulls(scaling)}, read.path)
     rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
-    if rope_type not in ROPE_TYPES:
+    if family == "phi3" and rope_type in ("su", "yarn"):
+        rope_type = "longrope"  # what it was called before it had a name
+    if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
         read.fail("rope_type", rope_type, f"known are {', '.join(ROPE_TYPES)}")
     dim = head_dim
-    if dim % 2:
-        read.fail("head_dim", head_dim, "rotary embedding needs an even number of dimensions")
-    if rope_type != "default":
-        original = read.values.get("original_max_position_embeddings") or nested.values.get(
-            "original_max_position_embeddings", read.get("max_position_embeddings", int)
-        )
+    if rope_type != "default" or family == "phi3":
+        dim = int(head_dim * nested.get("partial_rotary_factor", float, 1.0))
+    if dim % 2 or not 2 <= dim <= head_dim:
+        read.fail("head_dim", head_dim, f"rotary embedding needs an even number of its dimensions, not {dim}")
+    if rope_type in ("llama3", "yarn", "longrope"):
+        # The key at the top level wins over the one in the scaling.
+        keys = read if "original_max_position_embeddings" in read.values else nested
+        original = keys.get("original_max_position_embeddings", int, read.get("max_position_embeddings", int))
         scaling = {**scaling, "original_max_position_embeddings": original}
     return RopeConfig(
         rope_type=rope_type,
@@ -176,9 +236,8 @@ def _rope_config(read, head_dim):
     )
 
 
-def _without_nulls(values):
-    """A null in a config.json means the same as an absent key."""
-    return {key: value for key, value in values.items() if value is not None}
+def _without_nulls(values, keep=()):
+    return {key: value for key, value in values.items() if value is not None or key in keep}
 
 
 def _token_ids(values, path):

@@ -39,6 +39,7 @@ class Decoder:
         self.prefill_rule = {"exit": exit_rule, "backbone": Never(), "river": FixedDepth(0)}[prefill]
         self.cache = KVCache(model.config, batch, max_len, model.dtype, model.device)
         self.length = 0  # cache slots filled so far
+        self.tokens = torch.empty((batch, 0), dtype=torch.int64, device=model.device)  # what fills them
         self.padding = None  # int64 [B]: how many of them are padding, or None
 
     def descend(self, h, positions, rule, deciding):
@@ -80,17 +81,31 @@ class Decoder:
         Raises:
             RiverError: the cache has no room for them; nothing has been computed then.
         """
-        model = self.model
-        start, end = self.length, self.length + tokens.shape[1]
+        end = self.length + tokens.shape[1]
         if end > self.cache.max_len:
             raise RiverError(f"the cache has room for {self.cache.max_len} positions, but {end} are asked for")
+        rope = self.model.rope
+        if self.length and rope.variant(end) != rope.variant(self.length):
+            # The keys in the cache were turned by other frequencies than these tokens will be.
+            earlier, self.tokens, self.length = self.tokens, self.tokens[:, :0], 0
+            self._append(earlier, self.prefill_rule, self._not_padding(earlier), end)
+        return self._append(tokens, rule, deciding, end)
+
+    def _append(self, tokens, rule, deciding, final_length):
+        model, start, end = self.model, self.length, self.length + tokens.shape[1]
         positions = [
-            Positions.at(model.rope, first, min(first + CHUNK, end), model.dtype, self.padding)
+            Positions.at(model.rope, first, min(first + CHUNK, end), final_length, model.dtype, self.padding)
             for first in range(start, end, CHUNK)
         ]
         h, exit_layer = self.descend(model.embed(tokens), positions, rule, deciding)
-        self.length = end
+        self.tokens, self.length = torch.cat((self.tokens, tokens), dim=1), end
         return h, exit_layer
+
+    def _not_padding(self, tokens):
+        """Which of the first tokens [B, T] of the sequences are real: bool [B, T], or None for all."""
+        if self.padding is None:
+            return None
+        return torch.arange(tokens.shape[1], device=tokens.device) >= self.padding[:, None]
 
     @torch.inference_mode()
     def prefill(self, prompts):
@@ -101,15 +116,14 @@ class Decoder:
                 cache only: shorter ones are padded on the left.
         """
         longest = max(len(prompt) for prompt in prompts)
-        padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=self.model.device)
-        deciding = None
-        if padding.any():
+        rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+        tokens = torch.tensor(rows, device=self.model.device)
+        if any(len(prompt) < longest for prompt in prompts):
             if self.length:
                 raise RiverError("prompts of different lengths can only start a sequence, not continue one")
-            self.padding = padding
-            deciding = torch.arange(longest, device=padding.device) >= padding[:, None]
-        rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
-        h, exit_layer = self.forward(torch.tensor(rows, device=self.model.device), self.prefill_rule, deciding)
+            self.padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=tokens.device)
+        deciding = None if self.length else self._not_padding(tokens)
+        h, exit_layer = self.forward(tokens, self.prefill_rule, deciding)
         return self.model.logits(h[:, -1:])[:, 0], exit_layer
 
     @torch.inference_mode()

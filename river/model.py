@@ -41,26 +41,33 @@ class Positions:
     end: int
     cos: torch.Tensor  # [B or 1, 1, T, rotary dim]
     sin: torch.Tensor
-    padding: torch.Tensor | None = None  # int64 [B], or None if no row is padded
+    query_scale: torch.Tensor | None  # [B or 1, 1, T, 1], or None
+    padding: torch.Tensor | None  # int64 [B], or None if no row is padded
 
     @classmethod
-    def at(cls, rope, start, end, dtype, padding=None):
-        """Positions of the slots start .. end-1, with the tables of `rope` in `dtype`."""
+    def at(cls, rope, start, end, length, dtype, padding=None):
+        """Positions of the slots start .. end-1 of a sequence of `length`, with the tables of `rope` in `dtype`."""
         slots = torch.arange(start, end, device=rope.device)
-        positions = slots[None] if padding is None else (slots - padding[:, None]).clamp(min=0)
-        cos, sin = (table[:, None] for table in rope.tables(positions, dtype))
-        return cls(start, end, cos, sin, padding)
+        positions = slots[None, None] if padding is None else (slots - padding[:, None, None]).clamp(min=0)
+        cos, sin = rope.tables(positions, length, dtype)  # positions is (B or 1, 1, T)
+        return cls(start, end, cos, sin, rope.query_scale(positions, dtype), padding)
 
-    def mask(self, repeats):
-        """Which slots each query may see: bool [B or 1, 1, repeats * T, end], or None for all of them.
+    def first_visible(self, window):
+        """The first slot that any query of the step may see."""
+        return 0 if window is None else max(0, self.start - window + 1)
+
+    def mask(self, repeats, window):
+        """Which slots first_visible .. end-1 each query sees: bool [B or 1, 1, repeats * T, slots], None for all.
 
         The T rows stand there `repeats` times, once for each query head that shares a kv head.
         """
         if self.end - self.start == 1 and self.padding is None:
             return None
-        keys = torch.arange(self.end, device=self.cos.device)
-        queries = keys[self.start :].repeat(repeats)[:, None]
+        keys = torch.arange(self.first_visible(window), self.end, device=self.cos.device)
+        queries = torch.arange(self.start, self.end, device=self.cos.device).repeat(repeats)[:, None]
         visible = keys <= queries
+        if window is not None:
+            visible &= keys > queries - window
         if self.padding is not None:
             # A padding query sees itself, since a softmax over nothing would be NaN, which spreads.
             visible = visible & (keys >= self.padding[:, None, None]) | (keys == queries)
@@ -85,6 +92,9 @@ class DecoderLayer:
     post_attention_layernorm: RMSNorm
     gate_up_proj: object
     down_proj: object
+    q_norm: RMSNorm | None = None
+    k_norm: RMSNorm | None = None
+    window: int | None = None
 
     def __call__(self, h, positions, cache):
         """h [B, T, D] to h [B, T, D]; writes K and V of the step's tokens into this layer's slots."""
@@ -96,15 +106,20 @@ class DecoderLayer:
         H, K = self.n_heads, self.n_kv_heads
         qkv = self.qkv_proj(x).view(B, T, H + 2 * K, self.head_dim).transpose(1, 2)  # (B, H + 2K, T, head_dim)
         q, k, v = qkv.split((H, K, K), dim=1)
+        if self.q_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
         k_cache[:, :, positions.start : positions.end] = rotate(k, positions.cos, positions.sin)
         v_cache[:, :, positions.start : positions.end] = v
         q = rotate(q, positions.cos, positions.sin)
+        if positions.query_scale is not None:
+            q = q * positions.query_scale
 
         # The H / K query heads of a kv head become more rows of one attention, so that K and V are
         # read once and never copied for them.
         q = q.reshape(B, K, H // K * T, self.head_dim)
-        k, v = k_cache[:, :, : positions.end], v_cache[:, :, : positions.end]  # (B, K, S, head_dim)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=positions.mask(H // K))
+        seen = slice(positions.first_visible(self.window), positions.end)
+        k, v = k_cache[:, :, seen], v_cache[:, :, seen]  # (B, K, S, head_dim)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=positions.mask(H // K, self.window))
         y = y.view(B, H, T, self.head_dim).transpose(1, 2).reshape(B, T, H * self.head_dim)
         return self.o_proj(y)
 

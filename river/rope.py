@@ -1,12 +1,16 @@
 """Rotary position embedding (Su et al., arXiv 2104.09864): position p turns the pair of dimensions
 (i, i + dim/2) of each query and key by the angle p * inv_freq[i].
 
-Everything is computed in float32: in bfloat16, positions above 256 would share an angle.
+The scaled variants change inv_freq, and some multiply cosine and sine by an attention factor, so
+that a model trained at one length can read at a longer one. Everything is computed in float32: in
+bfloat16, positions above 256 would share an angle.
 """
 
 import math
 
 import torch
+
+from .errors import RiverError
 
 
 class Rope:
@@ -15,21 +19,49 @@ class Rope:
     Args:
         config: a `RopeConfig`.
         device: where the tables live.
+
+    Raises:
+        RiverError: a number that the rope_type needs is missing or makes no sense.
     """
 
     def __init__(self, config, device="cpu"):
-        self.config = config
-        self.inv_freq = _inv_freq(config).to(device)
+        self.config, self.device = config, device
+        self.variant_in_use, self.inv_freq, self.attention_factor = None, None, None
+        self._use(self.variant(1))
+        self.query_scale_beta = config.scaling.get("llama_4_scaling_beta")
+        if self.query_scale_beta:
+            self.query_scale_span = config.number("original_max_position_embeddings")
 
-    @property
-    def device(self):
-        return self.inv_freq.device
+    def variant(self, length):
+        """What the frequencies depend on besides the configuration, for a sequence of `length` tokens.
 
-    def tables(self, positions, dtype):
-        """Return (cos, sin), each [..., dim] in `dtype`, for int64 `positions` [...]."""
+        Keys turned under one variant must not meet queries turned under another: the decoder runs the
+        sequence again when generation crosses from one to the next. Only two types have more than one.
+        """
+        if self.config.rope_type == "longrope":
+            return "long" if length > self.config.number("original_max_position_embeddings") else "short"
+        if self.config.rope_type == "dynamic":
+            return max(length, self.config.max_position_embeddings)
+        return "only"
+
+    def tables(self, positions, length, dtype):
+        """Return (cos, sin), each [..., dim] in `dtype`, for int64 `positions` [...] of a sequence of `length`."""
+        self._use(self.variant(length))
         angles = positions[..., None].float() * self.inv_freq
         angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        return (angles.cos() * self.attention_factor).to(dtype), (angles.sin() * self.attention_factor).to(dtype)
+
+    def query_scale(self, positions, dtype):
+        """Factors [..., 1] that queries at `positions` [...] are multiplied by (Ministral 3), or None."""
+        if not self.query_scale_beta:
+            return None
+        beta, span = self.query_scale_beta, self.query_scale_span
+        return (1 + beta * torch.log(1 + torch.floor(positions.float() / span)))[..., None].to(dtype)
+
+    def _use(self, variant):
+        if variant != self.variant_in_use:
+            inv_freq, self.attention_factor = SCALINGS[self.config.rope_type](self.config, variant)
+            self.inv_freq, self.variant_in_use = inv_freq.to(self.device), variant
 
 
 def rotate(x, cos, sin):
@@ -41,20 +73,86 @@ def rotate(x, cos, sin):
     return torch.cat((turned, kept), dim=-1) if kept.shape[-1] else turned
 
 
-def _inv_freq(config):
-    """Angular frequency of each pair of dimensions, float32 [dim / 2], in radians per position."""
+# Each function below returns (inv_freq float32 [dim / 2] in radians per position, attention factor).
+
+
+def _default(config, variant=None):
     exponents = torch.arange(0, config.dim, 2, dtype=torch.float32) / config.dim
-    inv_freq = 1.0 / config.theta**exponents
-    return inv_freq if config.rope_type == "default" else SCALINGS[config.rope_type](inv_freq, config)
+    return 1.0 / config.theta**exponents, 1.0
 
 
-def _llama3(inv_freq, config):
+def _linear(config, variant):
+    """All positions are squeezed by `factor`."""
+    return _default(config)[0] / config.number("factor"), 1.0
+
+
+def _dynamic(config, length):
+    """NTK-aware scaling whose base grows with the length of the sequence."""
+    factor, dim = config.number("factor"), config.dim
+    stretch = factor * length / config.max_position_embeddings - (factor - 1)
+    theta = config.theta * stretch ** (dim / (dim - 2))
+    return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim), 1.0
+
+
+def _llama3(config, variant):
     """Llama 3.1: slow frequencies are divided by `factor`, fast ones kept, those between blended."""
+    inv_freq, _ = _default(config)
     factor, low, high = (config.number(k) for k in ("factor", "low_freq_factor", "high_freq_factor"))
-    original = config.number("original_max_position_embeddings")
+    if low >= high:
+        raise RiverError(f"config.json: low_freq_factor {low} should be below high_freq_factor {high}")
     wavelength = 2 * math.pi / inv_freq
-    keep = ((original / wavelength - low) / (high - low)).clamp(0, 1)
-    return inv_freq / factor * (1 - keep) + inv_freq * keep
+    keep = ((config.number("original_max_position_embeddings") / wavelength - low) / (high - low)).clamp(0, 1)
+    return inv_freq / factor * (1 - keep) + inv_freq * keep, 1.0
 
 
-SCALINGS = {"llama3": _llama3}
+def _yarn(config, variant):
+    """YaRN (Peng et al., arXiv 2309.00071): as llama3, but the ramp runs over the index of the dimension."""
+    inv_freq, _ = _default(config)
+    factor, original = config.number("factor"), config.number("original_max_position_embeddings")
+
+    def index_that_turns(rotations):
+        return config.dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low = index_that_turns(config.number("beta_fast", 32))
+    high = index_that_turns(config.number("beta_slow", 1))
+    if config.scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.dim - 1)
+    if low == high:
+        high += 0.001
+    squeezed = ((torch.arange(config.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    inv_freq = inv_freq / factor * squeezed + inv_freq * (1 - squeezed)
+
+    def mscale(m):
+        return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    attention_factor = config.scaling.get("attention_factor")
+    if attention_factor is None:
+        m, m_all = config.scaling.get("mscale"), config.scaling.get("mscale_all_dim")
+        attention_factor = mscale(m) / mscale(m_all) if m and m_all else mscale(1)
+    return inv_freq, attention_factor
+
+
+def _longrope(config, variant):
+    """LongRoPE (Ding et al., arXiv 2402.13753): a searched factor for each pair, one list for short
+    sequences and one for long ones; the attention factor is the same for both."""
+    key = f"{variant}_factor"
+    factors = config.scaling.get(key)
+    if not isinstance(factors, list) or len(factors) != config.dim // 2:
+        raise RiverError(f"config.json: rope_type 'longrope' needs {config.dim // 2} numbers in {key!r}")
+    original = config.number("original_max_position_embeddings")
+    factor = config.number("factor", config.max_position_embeddings / original)
+    attention_factor = config.scaling.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return _default(config)[0] / torch.tensor(factors, dtype=torch.float32), attention_factor
+
+
+SCALINGS = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

@@ -49,7 +49,7 @@ class Sampler:
             logits = logits.masked_fill(logits < kth, float("-inf"))
         probabilities = logits.softmax(-1)
         if self.top_p is not None and self.top_p < 1:
-            ordered, order = probabilities.sort(-1, descending=True, stable=True)
+            ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
             before = ordered.cumsum(-1) - ordered
             dropped = before >= self.top_p
             dropped[:, 0] = False

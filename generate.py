@@ -1,0 +1,242 @@
+"""Generate text with River-LLM: `python generate.py --prompt "What is the capital of France?"`.
+
+Streams the text to standard output and everything else to standard error. Without --prompt, on a
+terminal, it is a chat.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+WEIGHTS = Path(__file__).resolve().parent / "weights"
+
+
+def parse_arguments(argv=None):
+    parser = argparse.ArgumentParser(description="Generate text; each token may leave the backbone early.")
+    add = parser.add_argument_group("what to generate").add_argument
+    add("--prompt", action="append", metavar="TEXT", help="may repeat: a batch; '-' reads standard input")
+    add("--raw", action="store_true", help="complete the text as it stands instead of answering it")
+    add("--system", metavar="TEXT", help="system text of the chat")
+    add("--max-new-tokens", type=int, default=256, metavar="N")
+    add = parser.add_argument_group("the model").add_argument
+    add("--model", default=DEFAULT_MODEL, metavar="DIR_OR_ORG/NAME", help="a folder, or a model to download")
+    add("--device", default="auto", help="cpu, cuda, ... (default: cuda if there is one)")
+    add("--dtype", default="bfloat16", help="bfloat16, float16 or float32 (default: bfloat16)")
+    add("--chat-format", metavar="NAME", help="instead of the one that the checkpoint's template tells")
+    add = parser.add_argument_group("the river").add_argument
+    add("--tau", type=float, default=0.5, help="leave when the similarity is above this; 1 never leaves (0.5)")
+    add("--exit-layer", type=int, metavar="N", help="leave after N layers instead: 0 river alone, L backbone alone")
+    add("--prefill", default="exit", help="how the prompt runs: exit, backbone or river (default: exit)")
+    add("--quantizer", default="hqq", help="hqq or rtn (default: hqq)")
+    add("--group-size", type=int, default=64, metavar="N", help="weights that share a scale (default: 64)")
+    add = parser.add_argument_group("sampling").add_argument
+    add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    add("--top-k", type=int, metavar="K")
+    add("--top-p", type=float, metavar="P")
+    add("--seed", type=int)
+    add = parser.add_argument_group("output").add_argument
+    add("--show-exits", action="store_true", help="mark each token with the depth at which it left")
+    add("--json", action="store_true", help="print one JSON object instead of the text")
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    args = parse_arguments(argv)
+    # Imported late, so that --help and a wrong option answer at once.
+    import river
+
+    try:
+        prompts = read_prompts(args)
+        llm = river.load(
+            find_model(args.model), args.device, args.dtype, args.quantizer, args.group_size, args.chat_format, log
+        )
+        settings = {f.name: getattr(args, f.name) for f in dataclasses.fields(river.Settings)}
+        if prompts is None:
+            chat(llm, args, settings)
+        else:
+            run_prompts(llm, prompts, args, settings)
+    except river.RiverError as error:
+        print(f"generate.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    return 0
+
+
+def read_prompts(args):
+    """The prompts to run, or None for a chat."""
+    from river import RiverError
+
+    if args.prompt:
+        return [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompt]
+    if not sys.stdin.isatty():
+        raise RiverError("there is no --prompt; `--prompt -` reads it from standard input")
+    if args.json or args.raw:
+        raise RiverError("--json and --raw need a --prompt")
+    return None
+
+
+def find_model(name):
+    """The folder of a model given as a folder or as ORG/NAME, which is downloaded if need be."""
+    from river import RiverError
+    from weights.download import fetch, is_complete
+
+    if Path(name).is_dir():
+        return Path(name)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise RiverError(f"--model {name}: no such folder, and not the name of a model (ORG/NAME) either")
+    folder = WEIGHTS / name
+    return folder if is_complete(folder) else fetch(name, folder)
+
+
+def log(line, done):
+    """Progress of slow work: one line on a terminal that is overwritten until it is done."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{line}", end="\n" if done else "", file=sys.stderr, flush=True)
+    elif done:
+        print(line, file=sys.stderr, flush=True)
+
+
+def run_prompts(llm, prompts, args, settings):
+    if not args.raw and not llm.tokenizer.chat_format:
+        print("this checkpoint has no chat template that is known: completing the text as with --raw", file=sys.stderr)
+    run = llm.generate(prompts, raw=args.raw, system=args.system, **settings)
+    if args.json:
+        for _ in run:
+            pass
+        reports = [report(run, row, prompt, args) for row, prompt in enumerate(prompts)]
+        print(json.dumps(reports if len(reports) > 1 else reports[0], ensure_ascii=False))
+        return
+    show = ExitPainter(llm.config.n_layers) if args.show_exits else None
+    if len(prompts) == 1:
+        stream(run, show)
+    else:
+        print_batch(run, prompts, show)
+    print_statistics(run)
+
+
+def stream(run, show):
+    """Print the text of a single prompt as it comes."""
+    for step in run:
+        text = step.texts[0]
+        print(show.paint(text, step.exit_layer) if show else text, end="", flush=True)
+    print(flush=True)
+    if show:
+        print(show.legend(), file=sys.stderr)
+
+
+def print_batch(run, prompts, show):
+    """Print the texts of a batch one after the other, when all are done."""
+    painted = [""] * len(prompts)
+    for step in run:
+        for row, text in enumerate(step.texts):
+            painted[row] += show.paint(text, step.exit_layer) if show else text
+    for row, (prompt, text) in enumerate(zip(prompts, painted)):
+        print(f"--- {row + 1}: {prompt.strip().splitlines()[0][:80] if prompt.strip() else ''}", file=sys.stderr)
+        print(text, flush=True)
+    if show:
+        print(show.legend(), file=sys.stderr)
+
+
+def chat(llm, args, settings):
+    """Talk until the end of the input; the cache is kept from turn to turn."""
+    session = llm.chat(args.system, **settings)
+    show = ExitPainter(llm.config.n_layers) if args.show_exits else None
+    print("An empty line does nothing; Ctrl-C stops an answer, Ctrl-D ends the chat.", file=sys.stderr)
+    while True:
+        try:
+            print("> ", end="", file=sys.stderr, flush=True)
+            text = input()
+        except EOFError:
+            print(file=sys.stderr)
+            return
+        if not text.strip():
+            continue
+        run = session.say(text)
+        try:
+            stream(run, show)
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+        print_statistics(run)
+
+
+def print_statistics(run):
+    """What the run took, on standard error."""
+    L = run.llm.config.n_layers
+    lines = [f"{sum(map(len, run.prompt_ids))} prompt tokens, {run.new_tokens} new tokens"]
+    if run.ttft_s is not None:
+        lines[0] += f", first after {run.ttft_s:.2f} s"
+    if run.decode_tokens_per_s:
+        gigabytes_per_s = run.nbytes_per_step * len(run.exit_layers) / run.decode_s / 1e9
+        lines[0] += f", then {run.decode_tokens_per_s:.1f} tokens/s"
+        lines.append(f"weights read: {run.nbytes_per_step / 1e6:.1f} MB a step, {gigabytes_per_s:.1f} GB/s")
+    if run.prefill_exit_layer is not None:
+        lines.append(f"backbone layers run, of {L}: prompt {run.prefill_exit_layer}")
+    if run.exit_layers:
+        lines[-1] += f", decode {run.mean_exit_layer:.1f} on average"
+        depths = Counter(run.exit_layers)
+        for depth in sorted(depths):
+            bar = "#" * max(1, round(40 * depths[depth] / len(run.exit_layers)))
+            lines.append(f"  {depth:3d}  {depths[depth]:5d}  {bar}")
+    print("\n".join(lines), file=sys.stderr)
+
+
+def report(run, row, prompt, args):
+    """The JSON object of one prompt."""
+    decode_steps = max(0, len(run.tokens[row]) - 1)
+    exit_layers = run.exit_layers[:decode_steps]
+    return {
+        "model": args.model,
+        "n_layers": run.llm.config.n_layers,
+        "tau": args.tau if args.exit_layer is None else None,
+        "prefill": args.prefill,
+        "prompt": prompt,
+        "prompt_tokens": len(run.prompt_ids[row]),
+        "text": run.texts[row],
+        "tokens": run.tokens[row],
+        "new_tokens": len(run.tokens[row]),
+        "exit_layers": exit_layers,
+        "prefill_exit_layer": run.prefill_exit_layer,
+        "mean_exit_layer": sum(exit_layers) / decode_steps if decode_steps else run.prefill_exit_layer,
+        "ttft_s": run.ttft_s,
+        "decode_tokens_per_s": run.decode_tokens_per_s,
+        "stop_reason": run.stop_reasons[row] or "length",
+    }
+
+
+class ExitPainter:
+    """Marks text with its exit depth: by colour on a terminal, by digits elsewhere or under NO_COLOR."""
+
+    RAMP = (46, 118, 190, 226, 220, 208, 202, 196)  # xterm colours, green (early) to red (late)
+
+    def __init__(self, n_layers):
+        self.n_layers = n_layers
+        self.colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+    def _colour_of(self, exit_layer):
+        return self.RAMP[min(exit_layer * len(self.RAMP) // (self.n_layers + 1), len(self.RAMP) - 1)]
+
+    def paint(self, text, exit_layer):
+        if not text:
+            return ""
+        if self.colour:
+            return f"\033[38;5;{self._colour_of(exit_layer)}m{text}\033[0m"
+        return f"{text}[{exit_layer}]"
+
+    def legend(self):
+        if not self.colour:
+            return f"[n]: the token left the backbone after n of {self.n_layers} layers"
+        steps = range(0, self.n_layers + 1, max(1, self.n_layers // 6))
+        shades = " ".join(f"\033[38;5;{self._colour_of(depth)}m{depth}\033[0m" for depth in steps)
+        return f"backbone layers run: {shades} of {self.n_layers}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

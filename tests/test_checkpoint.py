@@ -1,0 +1,163 @@
+"""Loading: whole and strict, with errors that a user can act on."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import write_tiny_checkpoint
+from river.checkpoint import load_model
+from river.errors import RiverError
+from river.files import save_safetensors
+from safetensors import safe_open
+
+
+def read_tensors(folder, file="model.safetensors"):
+    with safe_open(folder / file, framework="pt") as opened:
+        return {name: opened.get_tensor(name).clone() for name in opened.keys()}
+
+
+def rewrite(folder, change):
+    """Rewrite the tiny checkpoint's tensors through `change(tensors)`."""
+    tensors = read_tensors(folder)
+    change(tensors)
+    save_safetensors(folder / "model.safetensors", tensors)
+
+
+def fails(folder, *named):
+    with pytest.raises(RiverError) as error:
+        load_model(folder)
+    message = str(error.value)
+    assert "\n" not in message
+    for word in named:
+        assert word in message
+
+
+def shard(folder, parts=3):
+    """Split the tiny checkpoint into `parts` shards with an index."""
+    tensors = read_tensors(folder)
+    (folder / "model.safetensors").unlink()
+    weight_map = {}
+    for part in range(parts):
+        file = f"model-{part + 1:05d}-of-{parts:05d}.safetensors"
+        own = dict(list(tensors.items())[part::parts])
+        save_safetensors(folder / file, own)
+        weight_map |= dict.fromkeys(own, file)
+    write_index(folder, weight_map)
+    return weight_map
+
+
+def write_index(folder, weight_map):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def weights_of(model):
+    return torch.cat([w.flatten() for layer in model.layers for w in layer.qkv_proj.weights + layer.down_proj.weights])
+
+
+def test_weights_are_mapped_not_copied(tiny_folder):
+    """Backbone layers that no token reaches should never be read from the disk."""
+    with open("/proc/self/maps") if __import__("os").path.exists("/proc/self/maps") else pytest.skip("no /proc") as maps:
+        assert str(tiny_folder) not in maps.read()
+    model = load_model(tiny_folder)
+    with open("/proc/self/maps") as maps:
+        regions = [line.split()[0].split("-") for line in maps if str(tiny_folder) in line]
+    addresses = [w.data_ptr() for layer in model.layers for w in layer.gate_up_proj.weights]
+    assert all(any(int(a, 16) <= address < int(b, 16) for a, b in regions) for address in addresses)
+
+
+def test_shards_are_the_single_file(tiny_folder, tmp_path):
+    sharded = shutil.copytree(tiny_folder, tmp_path / "sharded")
+    shard(sharded)
+    assert torch.equal(weights_of(load_model(tiny_folder)), weights_of(load_model(sharded)))
+
+
+def test_stray_files_beside_the_shards_are_not_read(tiny_folder):
+    shard(tiny_folder)
+    (tiny_folder / "consolidated.safetensors").write_bytes(b"not a checkpoint")
+    load_model(tiny_folder)
+
+
+def test_a_renamed_folder_changes_nothing(tiny_folder, tmp_path):
+    renamed = shutil.copytree(tiny_folder, tmp_path / "llama-3.1-70B")
+    assert torch.equal(weights_of(load_model(tiny_folder)), weights_of(load_model(renamed)))
+
+
+def test_missing_extra_and_misshapen_tensors_are_named(tiny_folder, tmp_path):
+    name = "model.layers.2.mlp.up_proj.weight"
+    for label, change, words in (
+        ("missing", lambda t: t.pop(name), (name, "no tensor")),
+        ("extra", lambda t: t.update({"model.layers.2.mlp.up_proj.bias": torch.zeros(128)}), ("up_proj.bias", "no place")),
+        ("layer", lambda t: t.update({"model.layers.4.mlp.up_proj.weight": t[name]}), ("model.layers.4", "no place")),
+        ("misshapen", lambda t: t.update({name: torch.zeros(128, 65)}), (name, "[128, 65]", "[128, 64]")),
+        ("integers", lambda t: t.update({name: torch.zeros(128, 64, dtype=torch.int8)}), (name, "int8")),
+    ):
+        folder = shutil.copytree(tiny_folder, tmp_path / label)
+        rewrite(folder, change)
+        fails(folder, *words)
+
+
+def test_untied_head_that_is_absent_is_missed(tmp_path):
+    folder = write_tiny_checkpoint(tmp_path / "untied", tie_word_embeddings=False)
+    fails(folder, "lm_head.weight")
+
+
+def test_a_redundant_tied_head_is_not_used(tiny_folder):
+    rewrite(tiny_folder, lambda t: t.update({"lm_head.weight": torch.zeros(1024, 64)}))
+    model = load_model(tiny_folder)
+    assert torch.equal(model.lm_head.weights[0], model.embed_tokens)
+
+
+def test_old_rotary_buffers_are_ignored(tiny_folder):
+    rewrite(tiny_folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}))
+    load_model(tiny_folder)
+
+
+def test_damaged_files_are_named(tiny_folder, tmp_path):
+    whole = (tiny_folder / "model.safetensors").read_bytes()
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 12\n"
+    for label, content, words in (
+        ("cut", whole[:-10], ("model.safetensors", "cut short")),
+        ("header", whole[:20], ("model.safetensors", "cut short")),
+        ("empty", b"", ("model.safetensors", "cut short")),
+        ("noise", b"\xff" * 100, ("model.safetensors", "damaged")),
+        ("pointer", pointer, ("model.safetensors", "Git LFS")),
+    ):
+        folder = shutil.copytree(tiny_folder, tmp_path / label)
+        (folder / "model.safetensors").write_bytes(content)
+        fails(folder, *words)
+
+
+def test_a_missing_shard_is_named(tiny_folder):
+    shard(tiny_folder)
+    (tiny_folder / "model-00002-of-00003.safetensors").unlink()
+    fails(tiny_folder, "model-00002-of-00003.safetensors", "missing")
+
+
+def test_an_index_that_promises_too_much_is_named(tiny_folder):
+    weight_map = shard(tiny_folder)
+    write_index(tiny_folder, {**weight_map, "ghost.weight": "model-00001-of-00003.safetensors"})
+    fails(tiny_folder, "ghost.weight", "model-00001-of-00003.safetensors")
+
+
+@pytest.mark.parametrize("file", ("../model.safetensors", "/etc/passwd", "a/b.safetensors", "..\\x.safetensors", 7))
+def test_an_index_cannot_point_outside_its_folder(tiny_folder, file):
+    weight_map = shard(tiny_folder)
+    write_index(tiny_folder, {**weight_map, "model.norm.weight": file})
+    fails(tiny_folder, "model.norm.weight", "not the name of a file in this folder")
+
+
+@pytest.mark.parametrize("index", ("[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', "{", "\xff"))
+def test_a_malformed_index_is_named(tiny_folder, index):
+    (tiny_folder / "model.safetensors").unlink()
+    (tiny_folder / "model.safetensors.index.json").write_text(index)
+    fails(tiny_folder, "model.safetensors.index.json")
+
+
+def test_a_folder_without_anything_is_named(tmp_path):
+    fails(tmp_path, str(tmp_path), "config.json")
+
+
+def test_a_folder_without_weights_is_named(tiny_folder):
+    (tiny_folder / "model.safetensors").unlink()
+    fails(tiny_folder, str(tiny_folder), "model.safetensors")

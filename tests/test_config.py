@@ -1,0 +1,92 @@
+"""config.json: every quirk normalised, everything unknown refused by name."""
+
+import pytest
+from conftest import TINY
+from river.config import load_config, parse_config
+from river.errors import RiverError
+
+
+def config(**changes):
+    values = {**TINY, **changes}
+    return parse_config({key: value for key, value in values.items() if value is not ...})
+
+
+def test_facts_of_a_config():
+    c = config()
+    assert (c.n_layers, c.n_heads, c.n_kv_heads, c.head_dim, c.kv_size) == (4, 4, 2, 16, 32)
+    assert (c.rope.rope_type, c.rope.theta, c.rope.dim) == ("default", 10000.0, 16)
+
+
+def test_defaults_of_absent_and_null_keys():
+    for absent in (..., None):
+        c = config(num_key_value_heads=absent, rms_norm_eps=absent, rope_theta=absent, head_dim=absent)
+        assert (c.n_kv_heads, c.rms_norm_eps, c.rope.theta, c.head_dim) == (4, 1e-6, 10000.0, 16)
+
+
+def test_an_explicit_head_dim_wins():
+    c = config(head_dim=32)
+    assert (c.head_dim, c.q_size, c.kv_size) == (32, 128, 64)
+
+
+def test_rope_under_the_old_key_and_the_newer_one():
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 64}
+    old = config(rope_scaling=scaling, rope_theta=5e5)
+    new = config(rope_scaling=..., rope_theta=..., rope_parameters={**scaling, "rope_theta": 5e5})
+    assert old.rope.theta == new.rope.theta == 5e5
+    assert old.rope.rope_type == new.rope.rope_type == "llama3"
+    both = config(rope_scaling=scaling, rope_parameters={"rope_type": "default", "rope_theta": 3.0})
+    assert both.rope.rope_type == "llama3", "the old key wins where both are set"
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    (
+        ({"model_type": "mamba"}, ("mamba", "llama")),
+        ({"model_type": ...}, ("model_type", "llama")),
+        ({"model_type": ["llama"]}, ("model_type",)),
+        ({"hidden_act": "gelu"}, ("hidden_act", "gelu", "silu")),
+        ({"rope_scaling": {"rope_type": "spiral"}}, ("rope_type", "spiral", "llama3")),
+        ({"rope_scaling": {"type": "spiral"}}, ("rope_type", "spiral")),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": "8"}}, ("llama3", "factor", "'8'")),
+        ({"rope_scaling": "llama3"}, ("rope_scaling",)),
+        ({"hidden_size": ...}, ("hidden_size", "missing")),
+        ({"hidden_size": "64"}, ("hidden_size", "'64'")),
+        ({"hidden_size": 66}, ("hidden_size", "66")),
+        ({"num_hidden_layers": 0}, ("num_hidden_layers",)),
+        ({"num_hidden_layers": True}, ("num_hidden_layers",)),
+        ({"num_key_value_heads": 3}, ("num_key_value_heads", "3", "4")),
+        ({"rms_norm_eps": float("nan")}, ("rms_norm_eps",)),
+        ({"head_dim": 15}, ("head_dim", "15")),
+        ({"tie_word_embeddings": "yes"}, ("tie_word_embeddings", "yes")),
+    ),
+)
+def test_what_is_unknown_or_malformed_is_named(changes, named):
+    with pytest.raises(RiverError) as error:
+        c = config(**changes)
+        from river.rope import Rope
+
+        Rope(c.rope)
+    for word in named:
+        assert word in str(error.value)
+
+
+def test_stop_tokens_are_those_of_both_files(tmp_path):
+    """Llama 3 lists three in generation_config.json and one in config.json; SmolLM2 has one int."""
+    for in_config, in_generation, want in (("2", None, {2}), ("[2, 3]", None, {2, 3}), ("2", "[4, 5]", {2, 4, 5}),
+                                           ("null", "7", {7}), ("[]", "null", set())):
+        import json
+
+        (tmp_path / "config.json").write_text(json.dumps({**TINY, "eos_token_id": json.loads(in_config)}))
+        generation = tmp_path / "generation_config.json"
+        generation.unlink(missing_ok=True)
+        if in_generation:
+            generation.write_text(f'{{"eos_token_id": {in_generation}}}')
+        assert load_config(tmp_path).eos_token_ids == want
+
+
+@pytest.mark.parametrize("content", ("", "{", "[]", "null", "\x00", '{"a": ' * 5000))
+def test_a_malformed_file_is_named(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(RiverError, match="config.json"):
+        load_config(tmp_path)
