@@ -17,8 +17,14 @@ DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WEIGHTS = Path(__file__).resolve().parent / "weights"
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        """A wrong option gets one line, as every other mistake does."""
+        self.exit(2, f"generate.py: {message} (see --help)\n")
+
+
 def parse_arguments(argv=None):
-    parser = argparse.ArgumentParser(description="Generate text; each token may leave the backbone early.")
+    parser = Parser(description="Generate text; each token may leave the backbone early.", allow_abbrev=False)
     add = parser.add_argument_group("what to generate").add_argument
     add("--prompt", action="append", metavar="TEXT", help="may repeat: a batch; '-' reads standard input")
     add("--raw", action="store_true", help="complete the text as it stands instead of answering it")
@@ -32,7 +38,7 @@ def parse_arguments(argv=None):
     add = parser.add_argument_group("the river").add_argument
     add("--tau", type=float, default=0.5, help="leave when the similarity is above this; 1 never leaves (0.5)")
     add("--exit-layer", type=int, metavar="N", help="leave after N layers instead: 0 river alone, L backbone alone")
-    add("--prefill", default="exit", help="how the prompt runs: exit, backbone or river (default: exit)")
+    add("--prefill", help="how the prompt runs: exit, backbone or river (default: backbone on a CPU, else exit)")
     add("--quantizer", default="hqq", help="hqq or rtn (default: hqq)")
     add("--group-size", type=int, default=64, metavar="N", help="weights that share a scale (default: 64)")
     add = parser.add_argument_group("sampling").add_argument
@@ -196,7 +202,7 @@ def report(run, row, prompt, args):
         "model": args.model,
         "n_layers": run.llm.config.n_layers,
         "tau": args.tau if args.exit_layer is None else None,
-        "prefill": args.prefill,
+        "prefill": run.decoder.prefill_mode,
         "prompt": prompt,
         "prompt_tokens": len(run.prompt_ids[row]),
         "text": run.texts[row],

@@ -32,7 +32,7 @@ class Settings:
     max_new_tokens: int = 256
     tau: float = 0.5
     exit_layer: int | None = None
-    prefill: str = "exit"
+    prefill: str | None = None  # the device's default
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None

@@ -114,7 +114,7 @@ def test_every_slot_is_written_exactly_once_and_never_read_before(tiny_model, ri
     steps = 15
     chance = random.Random(seed)
     rule = Scripted([chance.randrange(L) for _ in range(steps)])
-    decoder = Decoder(tiny_model, river, rule, batch=1, max_len=64)
+    decoder = Decoder(tiny_model, river, rule, "exit", max_len=64)
     decoder.cache = RecordingCache(tiny_model.config, 1, 64, tiny_model.dtype, tiny_model.device)
     _, history = run(tiny_model, river, rule, decoder=decoder, steps=steps)
     length = len(PROMPT) + steps - 1
@@ -175,16 +175,16 @@ def test_rows_that_have_stopped_have_no_say_in_the_exit(tiny_model, river):
             return True
 
     rule = Counting()
-    decoder = Decoder(tiny_model, river, rule, batch=2, max_len=32)
+    decoder = Decoder(tiny_model, river, rule, "exit", batch=2, max_len=32)
     first = run(tiny_model, river, Never(), PROMPTS[:1], steps=1)[0]
-    steps = list(generate(decoder, [list(p) for p in (PROMPTS[0], PROMPTS[3])], 6, {int(first[0, 0])}, lambda l: first[0].expand(2)))
+    steps = list(generate(decoder, [list(p) for p in (PROMPTS[0], PROMPTS[2])], 6, {int(first[0, 0])}, lambda l: first[0].expand(2)))
     assert [step.tokens for step in steps] == [[int(first[0, 0])] * 2], "both rows stop at their first token"
     stops = iter([torch.tensor([9, 3]), torch.tensor([4, 5]), torch.tensor([6, 9])])
-    decoder = Decoder(tiny_model, river, rule, batch=2, max_len=32)
+    decoder = Decoder(tiny_model, river, rule, "exit", batch=2, max_len=32)
     rule.counts.clear()
-    steps = list(generate(decoder, [list(p) for p in (PROMPTS[0], PROMPTS[3])], 6, {9}, lambda l: next(stops)))
+    steps = list(generate(decoder, [list(p) for p in (PROMPTS[0], PROMPTS[2])], 6, {9}, lambda l: next(stops)))
     assert [step.tokens for step in steps] == [[9, 3], [None, 5], [None, 9]]
-    assert rule.counts == [14, 1, 1]
+    assert rule.counts == [7 + 4, 1, 1], "neither padding nor a row that has stopped"
 
 
 def test_a_prompt_may_be_continued_on_the_same_cache(tiny_model, river):
