@@ -112,7 +112,8 @@ def log(line, done):
 
 def run_prompts(llm, prompts, args, settings):
     if not args.raw and not llm.tokenizer.chat_format:
-        print("this checkpoint has no chat template that is known: completing the text as with --raw", file=sys.stderr)
+        has = "a chat template of unknown kind" if llm.tokenizer.has_chat_template else "no chat template"
+        print(f"the checkpoint has {has}: completing the text as with --raw (or see --chat-format)", file=sys.stderr)
     run = llm.generate(prompts, raw=args.raw, system=args.system, **settings)
     if args.json:
         for _ in run:

@@ -71,8 +71,9 @@ def field(content, key, kind, path, default=REQUIRED):
     if value is None and default is not REQUIRED:
         return default
     if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
-        wanted = {str: "a string", int: "a number", list: "a list", dict: "an object", bool: "true or false"}[kind]
-        raise RiverError(f"{path}: {key} should be {wanted}, not {str(value)[:60]!r}; download the file again")
+        wanted = {str: "string", int: "number", list: "list", dict: "object", bool: "boolean"}[kind]
+        shown = str(value)[:60]
+        raise RiverError(f"{path}: {key} should be a JSON {wanted}, not {shown!r}; download the file again")
     return value
 
 
@@ -146,7 +147,7 @@ def read_vocab(model, path):
             raise RiverError(f"{path}: model.{key} = {model[key]!r} is not supported")
     vocab = field(model, "vocab", dict, path)
     if not all(type(i) is int and i >= 0 for i in vocab.values()):
-        raise RiverError(f"{path}: model.vocab has an id that is no number; download the file again")
+        raise RiverError(f"{path}: model.vocab has an id that is no number; download it again")
     return vocab
 
 
@@ -160,7 +161,7 @@ def read_merges(model, vocab, path):
         except (TypeError, ValueError):
             known = False
         if not known:
-            raise RiverError(f"{path}: model.merges[{rank}] = {merge!r} is no pair of tokens; download it again")
+            raise RiverError(f"{path}: model.merges[{rank}] = {merge!r} is not two tokens; download it again")
         ranks[f"{left} {right}"] = rank
     return ranks
 
@@ -173,10 +174,11 @@ def read_pre_tokenizer(spec, path):
     parts = sequence(spec, "pretokenizers", path)
     for part in parts:
         kind, is_last = part["type"], part is parts[-1]
-        behavior = (part.get("behavior"), part.get("invert", False))
+        behavior = (str(part.get("behavior")), bool(part.get("invert")))
         if kind == "Split" and behavior in kept:
             pattern = field(part, "pattern", dict, path)
-            text = pattern.get("Regex") or regex.escape(field(pattern, "String", str, path))
+            literal = field(pattern, "String", str, path, None)
+            text = field(pattern, "Regex", str, path) if literal is None else regex.escape(literal)
             steps.append(splitter(compile_pattern(text, path, "pre_tokenizer pattern"), *kept[behavior]))
         elif kind == "Digits":
             one_by_one = field(part, "individual_digits", bool, path, False)
@@ -195,7 +197,7 @@ def read_normalizer(spec, path):
     for form in forms:
         if form not in ("NFC", "NFD", "NFKC", "NFKD"):
             raise RiverError(f"{path}: the normalizer {form!r} is not supported")
-    return lambda text: functools.reduce(lambda result, form: unicodedata.normalize(form, result), forms, text)
+    return lambda text: functools.reduce(lambda done, form: unicodedata.normalize(form, done), forms, text)
 
 
 def read_bos(content, added, config, path):
@@ -234,7 +236,7 @@ def read_tekken(path):
     # The file holds more entries than the vocabulary has room for.
     n_ranks = max(0, field(config, "default_vocab_size", int, path) - n_special)
     entries = field(content, "vocab", list, path)[:n_ranks]
-    ranks = {from_base64(field(entry, "token_bytes", str, path), path): rank for rank, entry in enumerate(entries)}
+    tokens = [from_base64(field(entry, "token_bytes", str, path), path) for entry in entries]
     names = {i: f"<SPECIAL_{i}>" for i in range(n_special)}
     for entry in field(content, "special_tokens", list, path):
         rank = field(entry, "rank", int, path)
@@ -242,6 +244,7 @@ def read_tekken(path):
             raise RiverError(f"{path}: special_tokens has the rank {rank} of {n_special}; download it again")
         names[rank] = field(entry, "token_str", str, path)
     pattern = field(config, "pattern", str, path)
+    ranks = {token: rank for rank, token in enumerate(tokens)}
     return model_of_ranks(path, ranks, pattern, names, bos="<s>", first_id=n_special)
 
 

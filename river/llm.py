@@ -223,7 +223,8 @@ class Chat:
 
     def __init__(self, llm, system, settings):
         if not llm.tokenizer.chat_format:
-            raise RiverError("this checkpoint has no chat template that is known: give a --prompt, which is completed")
+            raise RiverError("this checkpoint has no chat template that is known: choose a --chat-format, or "
+                             "give a --prompt, which is completed as it stands")
         self.llm, self.system, self.settings = llm, system, settings
         self.decoder = llm.decoder(settings, batch=1, max_len=1)
         self.reply = None  # the last `Generation`
@@ -236,7 +237,7 @@ class Chat:
         """
         if not text:
             raise RiverError("the prompt is empty")
-        if self.reply is None:
+        if self.decoder.length == 0:
             ids = self.llm.tokenizer.chat_prompt(_messages(text, self.system))
         else:
             # The latest token has not been run yet; a stop token is part of what follows anyway.

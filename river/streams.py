@@ -45,7 +45,7 @@ class PieceStream:
             return self._characters(final=False)
         text = self._characters(final=True)
         if i in added:
-            return text + ("" if self._skip_special else self._added_text(i))
+            return text + ("" if self._skip_special and added[i].special else self._added_text(i))
         if not 0 <= i < model.get_piece_size():
             return text
         piece = model.id_to_piece(i)
