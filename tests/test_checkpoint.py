@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from conftest import write_tiny_checkpoint
-from river.checkpoint import load_model
+from river.checkpoint import dequantize_fp8, load_model
 from river.errors import RiverError
 from river.files import save_safetensors
 from safetensors import safe_open
@@ -161,3 +161,66 @@ def test_a_folder_without_anything_is_named(tmp_path):
 def test_a_folder_without_weights_is_named(tiny_folder):
     (tiny_folder / "model.safetensors").unlink()
     fails(tiny_folder, str(tiny_folder), "model.safetensors")
+
+
+@pytest.mark.parametrize("shape, scale_shape", (((4, 6), ()), ((4, 6), (1,)), ((4, 6), (2, 3)), ((4, 6), (4, 1)), ((4, 6), (4, 6))))
+def test_eight_bit_weights_are_multiplied_by_their_scales(shape, scale_shape):
+    """The key is called weight_scale_inv and is no inverse: the weight is w8 * scale, block by block."""
+    weight = torch.randn(shape).to(torch.float8_e4m3fn)
+    scale = torch.rand(scale_shape) + 0.5
+    got = dequantize_fp8(weight, scale)
+    for i in range(shape[0]):
+        for j in range(shape[1]):
+            n, k = scale_shape if len(scale_shape) == 2 else (1, 1)
+            own = scale.reshape(n, k)[i * n // shape[0], j * k // shape[1]]
+            assert float(got[i, j]) == pytest.approx(float(weight[i, j].float() * own), rel=1e-6)
+
+
+def test_eight_bit_weights_without_a_fitting_scale_are_named(tiny_folder, tmp_path):
+    name = "model.layers.0.mlp.up_proj.weight"
+    eight = {name: torch.zeros(128, 64).to(torch.float8_e4m3fn)}
+    for label, extra, words in (
+        ("none", {}, (f"{name}_scale_inv", "8 bits")),
+        ("odd", {f"{name}_scale_inv": torch.ones(3, 2)}, (name, "[3, 2]")),
+    ):
+        folder = shutil.copytree(tiny_folder, tmp_path / label)
+        rewrite(folder, lambda t: t.update(eight | extra))
+        fails(folder, *words)
+
+
+def test_the_text_model_of_a_multimodal_checkpoint_under_both_layouts(family_folder, tmp_path):
+    """`language_model.model.*` and `model.language_model.*` are the same tensors; vision is passed over."""
+    folder = family_folder("ministral3_nested")
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= read_tensors(folder, file.name)
+    assert any(name.startswith("vision_tower.") for name in tensors)
+    newer = tmp_path / "newer"
+    newer.mkdir()
+    shutil.copy(folder / "config.json", newer)
+    renamed = {}
+    for name, tensor in tensors.items():
+        name = name.replace("language_model.model.", "model.language_model.").replace("language_model.lm_head", "lm_head")
+        renamed[f"model.{name}" if name.startswith(("vision_tower.", "multi_modal_projector.")) else name] = tensor
+    save_safetensors(newer / "model.safetensors", renamed)
+    assert torch.equal(weights_of(load_model(folder)), weights_of(load_model(newer)))
+
+
+def test_an_untold_tie_is_told_by_the_tensors(family_folder, tmp_path):
+    """mistral3's outer tie_word_embeddings says true for models that ship a head."""
+    for label, ship_head in (("with", True), ("without", False)):
+        folder = shutil.copytree(family_folder("ministral3_nested"), tmp_path / label)
+        config = json.loads((folder / "config.json").read_text())
+        del config["text_config"]["tie_word_embeddings"]
+        config["tie_word_embeddings"] = True
+        (folder / "config.json").write_text(json.dumps(config))
+        tensors = {}
+        for file in list(folder.glob("*.safetensors*")):
+            if file.suffix == ".safetensors":
+                tensors |= read_tensors(folder, file.name)
+            file.unlink()
+        if not ship_head:
+            del tensors["language_model.lm_head.weight"]
+        save_safetensors(folder / "model.safetensors", tensors)
+        model = load_model(folder)
+        assert torch.equal(model.lm_head.weights[0], model.embed_tokens) != ship_head

@@ -71,6 +71,78 @@ def test_what_is_unknown_or_malformed_is_named(changes, named):
         assert word in str(error.value)
 
 
+def test_a_missing_window_is_the_familys_and_a_null_one_is_none():
+    """Mistral 7B v0.1 has 4096 and v0.2 null; a config without the key means 4096."""
+    assert config(model_type="mistral", sliding_window=64).windows == (64,) * 4
+    assert config(model_type="mistral", sliding_window=None).windows == (None,) * 4
+    assert config(model_type="mistral").windows == (4096,) * 4
+    assert config(model_type="llama").windows == (None,) * 4
+
+
+@pytest.mark.parametrize("family", ("qwen2", "qwen3"))
+def test_qwen_slides_only_where_it_is_told_to(family):
+    assert config(model_type=family, sliding_window=64).windows == (None,) * 4
+    sliding = {"model_type": family, "sliding_window": 64, "use_sliding_window": True}
+    assert config(**sliding).windows == (None,) * 4, "28 full layers come first"
+    assert config(**sliding, max_window_layers=1).windows == (None, 64, 64, 64)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    assert config(**sliding, layer_types=kinds).windows == (64, None, 64, None)
+    for bad in (kinds[:3], ["chunked_attention"] * 4, "full_attention"):
+        with pytest.raises(RiverError, match="layer_types"):
+            config(**sliding, layer_types=bad)
+
+
+def test_biases_and_norms_of_each_family():
+    biased = {"attention_bias": True, "mlp_bias": True}
+    flags = {
+        family: (c.qkv_bias, c.o_bias, c.mlp_bias, c.qk_norm, c.fused_projections)
+        for family in ("llama", "mistral", "ministral3", "phi3", "qwen2", "qwen3")
+        for c in [config(model_type=family, **biased)]
+    }
+    assert flags == {
+        "llama": (True, True, True, False, False),
+        "mistral": (False, False, False, False, False),
+        "ministral3": (False, False, False, False, False),
+        "phi3": (False, False, False, False, True),
+        "qwen2": (True, False, False, False, False),
+        "qwen3": (True, True, False, True, False),
+    }
+
+
+def test_the_text_model_of_a_multimodal_checkpoint():
+    text = {**TINY, "model_type": "ministral3", "eos_token_id": [2, 5]}
+    c = parse_config({"model_type": "mistral3", "text_config": text, "tie_word_embeddings": False})
+    assert c.model_type == "ministral3" and c.tie_word_embeddings is True and c.eos_token_ids == {2, 5}
+    del text["tie_word_embeddings"]
+    c = parse_config({"model_type": "mistral3", "text_config": text, "tie_word_embeddings": True})
+    assert c.tie_word_embeddings is None, "the outer key is not to be trusted: the tensors decide"
+    with pytest.raises(RiverError, match="text_config"):
+        parse_config({"model_type": "mistral3"})
+
+
+def test_partial_rotary_counts_only_where_transformers_lets_it():
+    partial = {"partial_rotary_factor": 0.5}
+    assert config(**partial).rope.dim == 16, "llama's default type ignores it"
+    assert config(**partial, model_type="phi3").rope.dim == 8
+    assert config(**partial, rope_scaling={"rope_type": "linear", "factor": 2.0}).rope.dim == 8
+
+
+def test_phi3_has_old_names_for_longrope():
+    for name in ("su", "yarn", "longrope"):
+        assert config(model_type="phi3", rope_scaling={"type": name}).rope.rope_type == "longrope"
+
+
+def test_the_original_length_at_the_top_level_wins():
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+    def original(**changes):
+        return config(**changes).rope.scaling["original_max_position_embeddings"]
+
+    assert original(rope_scaling=scaling) == 64
+    assert original(rope_scaling=scaling, original_max_position_embeddings=32) == 32
+    assert original(rope_scaling={"rope_type": "yarn", "factor": 4.0}) == 512
+
+
 def test_stop_tokens_are_those_of_both_files(tmp_path):
     """Llama 3 lists three in generation_config.json and one in config.json; SmolLM2 has one int."""
     for in_config, in_generation, want in (("2", None, {2}), ("[2, 3]", None, {2, 3}), ("2", "[4, 5]", {2, 4, 5}),

@@ -7,6 +7,8 @@ import shutil
 import pytest
 import torch
 from conftest import write_tiny_checkpoint
+from kv_cosine import kv_cosines
+from river import load
 from river.checkpoint import load_model
 from river.controller import Never
 from river.decode import Decoder
@@ -176,3 +178,14 @@ def test_every_kind_of_family_has_a_river(family_folder, name, tmp_path):
 def bias_of(layer, name):
     bias = getattr(layer, name).bias
     return None if bias is None else [bias]
+
+
+@pytest.mark.slow
+def test_keys_and_values_of_the_river_are_near_the_backbones(default_model_folder):
+    """The paper's ground for sharing the cache: a cosine of about 0.97. Layers above the exit are exact."""
+    llm = load(default_model_folder, device="cpu")
+    whole_river = kv_cosines(llm)
+    assert whole_river[:, 0].mean() > 0.97 and whole_river[:, 1].mean() > 0.93
+    late = kv_cosines(llm, exit_layer=15)
+    torch.testing.assert_close(late[:15], torch.ones(15, 2), atol=1e-3, rtol=0)
+    assert late[15:].mean() > whole_river[15:].mean()
