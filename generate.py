@@ -7,6 +7,7 @@ terminal, it is a chat.
 import argparse
 import dataclasses
 import json
+import math
 import os
 import re
 import sys
@@ -24,7 +25,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_arguments(argv=None):
-    parser = Parser(description="Generate text; each token may leave the backbone early.", allow_abbrev=False)
+    parser = Parser(
+        usage="generate.py [--prompt TEXT] [options]",
+        description="Generate text; each token may leave the backbone early. Without --prompt: a chat.",
+        allow_abbrev=False,
+    )
     add = parser.add_argument_group("what to generate").add_argument
     add("--prompt", action="append", metavar="TEXT", help="may repeat: a batch; '-' reads standard input")
     add("--raw", action="store_true", help="complete the text as it stands instead of answering it")
@@ -33,14 +38,14 @@ def parse_arguments(argv=None):
     add = parser.add_argument_group("the model").add_argument
     add("--model", default=DEFAULT_MODEL, metavar="DIR_OR_ORG/NAME", help="a folder, or a model to download")
     add("--device", default="auto", help="cpu, cuda, ... (default: cuda if there is one)")
-    add("--dtype", default="bfloat16", help="bfloat16, float16 or float32 (default: bfloat16)")
+    add("--dtype", default="bfloat16", help="bfloat16 (default), float16 or float32; the int4 kernels take bfloat16 only, others are slow")
     add("--chat-format", metavar="NAME", help="instead of the one that the checkpoint's template tells")
     add = parser.add_argument_group("the river").add_argument
     add("--tau", type=float, default=0.5, help="leave when the similarity is above this; 1 never leaves (0.5)")
     add("--exit-layer", type=int, metavar="N", help="leave after N layers instead: 0 river alone, L backbone alone")
     add("--prefill", help="how the prompt runs: exit, backbone or river (default: backbone on a CPU, else exit)")
     add("--quantizer", default="hqq", help="hqq or rtn (default: hqq)")
-    add("--group-size", type=int, default=64, metavar="N", help="weights that share a scale (default: 64)")
+    add("--group-size", type=int, default=64, metavar="N", help="weights that share a scale: 64 (default), 32, 128 or 256; others are slow")
     add = parser.add_argument_group("sampling").add_argument
     add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     add("--top-k", type=int, metavar="K")
@@ -54,50 +59,81 @@ def parse_arguments(argv=None):
 
 def main(argv=None):
     args = parse_arguments(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows another
+    try:
+        run(args)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except UserError as error:
+        print(f"generate.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+class UserError(Exception):
+    """A mistake or a lack that is answered by one line."""
+
+
+def run(args):
     # Imported late, so that --help and a wrong option answer at once.
-    import river
+    try:
+        import river
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error.name} is not installed: pip install -r requirements.txt") from error
 
     try:
-        prompts = read_prompts(args)
-        llm = river.load(
-            find_model(args.model), args.device, args.dtype, args.quantizer, args.group_size, args.chat_format, log
-        )
         settings = {f.name: getattr(args, f.name) for f in dataclasses.fields(river.Settings)}
+        river.Settings(**settings)  # a bad value should not wait for a download
+        prompts = read_prompts(args)
+        folder = find_model(args.model)
+        llm = river.load(folder, args.device, args.dtype, args.quantizer, args.group_size, args.chat_format, log)
         if prompts is None:
             chat(llm, args, settings)
         else:
             run_prompts(llm, prompts, args, settings)
+        sys.stdout.flush()
     except river.RiverError as error:
-        print(f"generate.py: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
-    return 0
+        raise UserError(error) from error
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UserError(f"cannot write the output: {error.strerror or error}") from error
 
 
 def read_prompts(args):
     """The prompts to run, or None for a chat."""
-    from river import RiverError
-
     if args.prompt:
-        return [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompt]
+        prompts = [read_stdin() if prompt == "-" else prompt for prompt in args.prompt]
+        if not all(prompts):
+            raise UserError("the prompt is empty")
+        return prompts
     if not sys.stdin.isatty():
-        raise RiverError("there is no --prompt; `--prompt -` reads it from standard input")
+        raise UserError("there is no --prompt; `--prompt -` reads it from standard input")
     if args.json or args.raw:
-        raise RiverError("--json and --raw need a --prompt")
+        raise UserError("--json and --raw need a --prompt")
     return None
+
+
+def read_stdin():
+    """Standard input as UTF-8, whatever the terminal's encoding; bytes that are not become U+FFFD."""
+    stream = getattr(sys.stdin, "buffer", None)
+    return stream.read().decode("utf-8", "replace") if stream else sys.stdin.read()
 
 
 def find_model(name):
     """The folder of a model given as a folder or as ORG/NAME, which is downloaded if need be."""
-    from river import RiverError
     from weights.download import fetch, is_complete
 
     if Path(name).is_dir():
         return Path(name)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise RiverError(f"--model {name}: no such folder, and not the name of a model (ORG/NAME) either")
+        raise UserError(f"--model {name}: no such folder, and not the name of a model (ORG/NAME) either")
     folder = WEIGHTS / name
     return folder if is_complete(folder) else fetch(name, folder)
 
@@ -119,7 +155,7 @@ def run_prompts(llm, prompts, args, settings):
         for _ in run:
             pass
         reports = [report(run, row, prompt, args) for row, prompt in enumerate(prompts)]
-        print(json.dumps(reports if len(reports) > 1 else reports[0], ensure_ascii=False))
+        print(json.dumps(reports if len(reports) > 1 else reports[0]))
         return
     show = ExitPainter(llm.config.n_layers) if args.show_exits else None
     if len(prompts) == 1:
@@ -154,6 +190,8 @@ def print_batch(run, prompts, show):
 
 def chat(llm, args, settings):
     """Talk until the end of the input; the cache is kept from turn to turn."""
+    from river import RiverError
+
     session = llm.chat(args.system, **settings)
     show = ExitPainter(llm.config.n_layers) if args.show_exits else None
     print("An empty line does nothing; Ctrl-C stops an answer, Ctrl-D ends the chat.", file=sys.stderr)
@@ -166,7 +204,11 @@ def chat(llm, args, settings):
             return
         if not text.strip():
             continue
-        run = session.say(text)
+        try:
+            run = session.say(text)
+        except RiverError as error:  # no room left for this turn; a shorter one may still fit
+            print(error, file=sys.stderr)
+            continue
         try:
             stream(run, show)
         except KeyboardInterrupt:
@@ -221,14 +263,16 @@ def report(run, row, prompt, args):
 class ExitPainter:
     """Marks text with its exit depth: by colour on a terminal, by digits elsewhere or under NO_COLOR."""
 
-    RAMP = (46, 118, 190, 226, 220, 208, 202, 196)  # xterm colours, green (early) to red (late)
+    RAMP = (46, 82, 118, 154, 190, 226, 220, 214, 208, 202, 196)  # xterm colours, green (early) to red (late)
 
     def __init__(self, n_layers):
         self.n_layers = n_layers
         self.colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
     def _colour_of(self, exit_layer):
-        return self.RAMP[min(exit_layer * len(self.RAMP) // (self.n_layers + 1), len(self.RAMP) - 1)]
+        # On a logarithmic scale, since most tokens leave early and 2 should not look like 3.
+        share = math.log1p(exit_layer) / math.log1p(self.n_layers)
+        return self.RAMP[round(share * (len(self.RAMP) - 1))]
 
     def paint(self, text, exit_layer):
         if not text:
@@ -240,7 +284,7 @@ class ExitPainter:
     def legend(self):
         if not self.colour:
             return f"[n]: the token left the backbone after n of {self.n_layers} layers"
-        steps = range(0, self.n_layers + 1, max(1, self.n_layers // 6))
+        steps = sorted({*range(min(5, self.n_layers)), *range(5, self.n_layers, 5), self.n_layers})
         shades = " ".join(f"\033[38;5;{self._colour_of(depth)}m{depth}\033[0m" for depth in steps)
         return f"backbone layers run: {shades} of {self.n_layers}"
 

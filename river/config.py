@@ -41,6 +41,13 @@ FAMILIES = {
 MULTIMODAL = "mistral3"  # its text model sits in text_config
 
 
+def positive_number(value, what):
+    """Return `value`; a RiverError that begins with `what` unless it is a number above zero and finite."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise RiverError(f"config.json: {what} to be a number above zero, not {value!r}")
+    return value
+
+
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding: `rope_type` and the numbers its formula needs (see rope.py)."""
@@ -52,11 +59,9 @@ class RopeConfig:
     scaling: dict = field(default_factory=dict)  # the keys of that type, as the checkpoint spells them
 
     def number(self, key, default=None):
-        """Return the scaling value `key`, or `default`; a RiverError if neither is a number."""
-        value = self.scaling.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise RiverError(f"config.json: rope_type {self.rope_type!r} needs a number for {key!r}, not {value!r}")
-        return value
+        """Return the scaling value `key`, or `default`; a RiverError unless it is above zero and finite."""
+        value = self.scaling.get(key)
+        return positive_number(default if value is None else value, f"rope_type {self.rope_type!r} needs {key!r}")
 
 
 @dataclass(frozen=True)
@@ -162,6 +167,8 @@ def parse_config(values, path="config.json", eos_token_ids=frozenset()):
         read.fail("hidden_size", hidden_size, f"should be a multiple of num_attention_heads, {n_heads}")
     head_dim = read.get("head_dim", int, hidden_size // n_heads)
     n_layers = read.get("num_hidden_layers", int)
+    if n_layers > 10_000:
+        read.fail("num_hidden_layers", n_layers, "no model has so many")
     attention_bias = family in ("llama", "qwen3") and read.get("attention_bias", bool, False)
     # Where the text model is part of a larger one, an absent key leaves the answer to the tensors.
     tied = None if nested and "tie_word_embeddings" not in values else read.get("tie_word_embeddings", bool, False)

@@ -5,7 +5,6 @@ since a batch (and, in prefill, a prompt) leaves at one common depth. To add a r
 with the method `leaves`.
 """
 
-import math
 from dataclasses import dataclass
 
 from .errors import RiverError
@@ -56,12 +55,10 @@ def make_exit_rule(n_layers, tau=0.5, exit_layer=None):
     """The rule for the settings of a run: `exit_layer` if given, else similarity with `tau`.
 
     Raises:
-        RiverError: tau is not a finite number, or exit_layer is outside 0 .. n_layers.
+        RiverError: exit_layer is not a whole number from 0 to n_layers.
     """
     if exit_layer is not None:
-        if not 0 <= exit_layer <= n_layers:
+        if type(exit_layer) is not int or not 0 <= exit_layer <= n_layers:
             raise RiverError(f"exit layer {exit_layer} is out of range: this model has 0 to {n_layers}")
         return FixedDepth(exit_layer)
-    if not math.isfinite(tau):
-        raise RiverError(f"tau is {tau}, but should be a number (1 or more never exits)")
     return Similarity(tau)

@@ -36,7 +36,7 @@ class Decoder:
 
     def __init__(self, model, river, exit_rule, prefill=None, batch=1, max_len=512):
         self.model, self.river = model, river
-        self.prefill_mode = prefill or DEFAULT_PREFILL.get(model.device.type, "exit")
+        self.prefill_mode = DEFAULT_PREFILL.get(model.device.type, "exit") if prefill is None else prefill
         if self.prefill_mode not in PREFILL_MODES:
             raise RiverError(f"prefill {prefill!r} is not known; known are {', '.join(PREFILL_MODES)}")
         self.exit_rule = exit_rule

@@ -15,7 +15,7 @@ from .checkpoint import checkpoint_files, open_safetensors
 from .errors import RiverError
 from .files import save_safetensors
 from .linear import QuantLinear, layout_for, pack
-from .quantize import quantize
+from .quantize import check_settings, quantize
 
 LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 FILE_VERSION = 1
@@ -37,12 +37,13 @@ def load_river(model, folder, quantizer="hqq", group_size=64, log=lambda line, d
     Raises:
         RiverError: the quantiser is unknown, or a weight cannot be quantised.
     """
+    check_settings(quantizer, group_size)
     device = model.device.type
     dtype = str(model.dtype).removeprefix("torch.")
     path = Path(folder) / f"river-{quantizer}-g{group_size}-{device}-{dtype}.safetensors"
     identity = _identity(folder, quantizer, group_size, device, dtype)
     stored = _stored_tensors(path, identity)
-    if stored is not None:
+    if stored:
         return [_exit_layer(layer, stored, group_size) for layer in model.layers]
 
     tensors, river = {}, []
@@ -52,7 +53,7 @@ def load_river(model, folder, quantizer="hqq", group_size=64, log=lambda line, d
         tensors.update(_quantize_layer(layer, quantizer, group_size))
         river.append(_exit_layer(layer, tensors, group_size))
     try:
-        save_safetensors(path, tensors, {"river": identity})
+        save_safetensors(path, tensors, {"river": identity, "tensors": str(len(tensors))})
         log(f"built the exit river and saved it as {path}", True)
     except RiverError as error:
         log(f"built the exit river, but it will be built again next time: {error}", True)
@@ -66,7 +67,10 @@ def _quantize_layer(layer, quantizer, group_size):
         # Row groups are independent, so q, k and v can be quantised as the one matrix they are used as.
         weight = torch.cat(getattr(layer, name).weights)
         layout = layout_for(weight.shape, group_size, weight.dtype, weight.device)
-        packed = pack(quantize(weight, quantizer, group_size), layout, weight.device)
+        try:
+            packed = pack(quantize(weight, quantizer, group_size), layout, weight.device)
+        except RiverError as error:
+            raise RiverError(f"layer {layer.index}, {name}: {error}") from error
         tensors |= {f"layers.{layer.index}.{name}.{key}": tensor for key, tensor in packed.items()}
     return tensors
 
@@ -109,7 +113,8 @@ def _stored_tensors(path, identity):
     """The tensors of the river file, or None if there is none or it is not the one we need."""
     try:
         file = open_safetensors(path)
-        if (file.metadata() or {}).get("river") != identity:
+        metadata = file.metadata() or {}
+        if metadata.get("river") != identity or metadata.get("tensors") != str(len(file.keys())):
             return None
         return {name: file.get_tensor(name) for name in file.keys()}
     except RiverError:

@@ -7,7 +7,7 @@ both do in one step.
 
 import json
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import TensorSpec, serialize_file
@@ -34,7 +34,8 @@ def complete_or_absent(path):
     except OSError as error:
         raise RiverError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # not there, or on a disk that went read-only: nothing to tidy
+            temporary.unlink()
 
 
 def read_json(path):

@@ -7,6 +7,7 @@
     print(run.mean_exit_layer)
 """
 
+import math
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from .controller import make_exit_rule
 from .decode import Decoder, generate
 from .errors import RiverError
 from .exits import load_river
+from .quantize import check_settings
 from .sampling import Sampler
 from .tokenizer import load_tokenizer
 
@@ -38,6 +40,18 @@ class Settings:
     top_p: float | None = None
     seed: int | None = None
 
+    def __post_init__(self):
+        """Refuse what no model could take; `exit_layer` and `prefill` are checked when the decoder is made."""
+        if self.max_new_tokens < 0:
+            raise RiverError(f"max-new-tokens is {self.max_new_tokens}, but should be 0 or above")
+        if not math.isfinite(self.tau):
+            raise RiverError(f"tau is {self.tau}, but should be a number (1 or more never exits)")
+        self.sampler()
+
+    def sampler(self, device="cpu"):
+        """A fresh `Sampler`, so that a seed gives the same text in every run."""
+        return Sampler(self.temperature, self.top_k, self.top_p, self.seed, device)
+
 
 def load(folder, device="auto", dtype="bfloat16", quantizer="hqq", group_size=64, chat_format=None, log=None):
     """Load a checkpoint folder with its tokenizer and its exit river (built at the first time).
@@ -56,10 +70,11 @@ def load(folder, device="auto", dtype="bfloat16", quantizer="hqq", group_size=64
     folder = Path(folder)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    check_settings(quantizer, group_size)
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise RiverError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
+        torch.ones(1, device=device).item()  # what there is a name for need not be there, or hold data
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise RiverError(f"device {device!r} cannot be used here: {str(error).splitlines()[0][:120]}") from error
     if dtype not in DTYPES:
         raise RiverError(f"dtype {dtype!r} is not known; known are {', '.join(DTYPES)}")
     model = load_model(folder, DTYPES[dtype], device)
@@ -138,27 +153,29 @@ class Generation:
 
     def __init__(self, llm, prompt_ids, settings, decoder=None):
         self.llm, self.prompt_ids, self.settings = llm, prompt_ids, settings
-        used = decoder.length if decoder else 0
+        self.used = used = decoder.length if decoder else 0  # cache slots before the prompt
         longest = used + max(len(ids) for ids in prompt_ids)
         context = llm.config.max_position_embeddings
         if longest > context:
-            raise RiverError(f"the prompt has {longest} tokens, but the model's context is {context}")
-        if settings.max_new_tokens < 0:
-            raise RiverError(f"max-new-tokens is {settings.max_new_tokens}, but should be 0 or above")
+            with_cache = " with the conversation so far" if used else ""
+            raise RiverError(f"the prompt has {longest} tokens{with_cache}, but the model's context is {context}")
         self.limit = min(settings.max_new_tokens, context - longest + 1)  # the last token is never run
         self.decoder = decoder or llm.decoder(settings, len(prompt_ids), longest + self.limit)
         self.decoder.cache.grow(longest + self.limit)
-        self.sampler = Sampler(
-            settings.temperature, settings.top_k, settings.top_p, settings.seed, llm.model.device
-        )
+        self.sampler = settings.sampler(llm.model.device)
         rows = len(prompt_ids)
         self.tokens = [[] for _ in range(rows)]
         self.texts = [""] * rows
         self.stop_reasons = [None] * rows
         self.prefill_exit_layer, self.exit_layers = None, []
         self.ttft_s, self.decode_s = None, 0.0
+        self._steps = self._run()
 
     def __iter__(self):
+        """The steps that are still to come: a run goes once, and a second loop goes on where the first left."""
+        return self._steps
+
+    def _run(self):
         stops = self.llm.config.eos_token_ids
         streams = [self.llm.tokenizer.stream() for _ in self.tokens]
         started = time.perf_counter()
@@ -186,6 +203,11 @@ class Generation:
             text += stream.flush()
         self.texts[row] += text
         return text
+
+    @property
+    def has_begun(self):
+        """Whether the prompt is in the cache."""
+        return self.decoder.length > self.used
 
     @property
     def new_tokens(self):
@@ -227,25 +249,30 @@ class Chat:
                              "give a --prompt, which is completed as it stands")
         self.llm, self.system, self.settings = llm, system, settings
         self.decoder = llm.decoder(settings, batch=1, max_len=1)
-        self.reply = None  # the last `Generation`
+        self.reply = None  # the last `Generation` that has begun
+        self.next_reply = None  # the one that `say` returned
 
     def say(self, text):
-        """Start the answer to a user turn; returns a `Generation` to iterate over.
+        """Start the answer to a user turn; returns a `Generation` to iterate over before the next turn.
+
+        A turn whose answer was never begun (not iterated over, or broken off during the prompt) is dropped.
 
         Raises:
             RiverError: the turn is empty, or does not fit into the model's context any more.
         """
         if not text:
             raise RiverError("the prompt is empty")
-        if self.decoder.length == 0:
+        if self.next_reply and self.next_reply.has_begun:
+            self.reply = self.next_reply
+        if self.reply is None:
             ids = self.llm.tokenizer.chat_prompt(_messages(text, self.system))
         else:
             # The latest token has not been run yet; a stop token is part of what follows anyway.
             latest = self.reply.tokens[0][-1:]
             unrun = [token for token in latest if token not in self.llm.config.eos_token_ids]
             ids = unrun + self.llm.tokenizer.chat_turn(text)
-        self.reply = Generation(self.llm, [ids], self.settings, self.decoder)
-        return self.reply
+        self.next_reply = Generation(self.llm, [ids], self.settings, self.decoder)
+        return self.next_reply
 
 
 def _messages(prompt, system):

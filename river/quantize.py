@@ -29,8 +29,9 @@ class Quantized:
 
     def dequantize(self):
         """The weight that the codes stand for, float32 [N, K]."""
+        width = self.codes.shape[1]
         scales, zeros = (
-            t.float().repeat_interleave(self.group_size, dim=1)[:, : self.codes.shape[1]]
+            t.float().repeat_interleave(min(self.group_size, width), dim=1)[:, :width]
             for t in (self.scales, self.zeros)
         )
         return (self.codes - zeros) * scales
@@ -42,10 +43,7 @@ def quantize(weight, quantizer="hqq", group_size=64):
     Raises:
         RiverError: an unknown quantiser, a group size below 1, or a weight that is not finite.
     """
-    if quantizer not in QUANTIZERS:
-        raise RiverError(f"quantizer {quantizer!r} is not known; known are {', '.join(QUANTIZERS)}")
-    if group_size < 1:
-        raise RiverError(f"group size {group_size} should be at least 1")
+    check_settings(quantizer, group_size)
     weight = weight.float()
     if not weight.isfinite().all():
         raise RiverError("the weight holds values that are not finite, which no code can stand for")
@@ -58,6 +56,14 @@ def quantize(weight, quantizer="hqq", group_size=64):
     ]
     codes, scales, zeros = (torch.cat([p.flatten(1) for p in column], dim=1) for column in zip(*parts))
     return Quantized(codes.to(torch.uint8), scales, zeros, group_size)
+
+
+def check_settings(quantizer, group_size):
+    """Raise a RiverError if there is no such quantiser or group size."""
+    if quantizer not in QUANTIZERS:
+        raise RiverError(f"quantizer {quantizer!r} is not known; known are {', '.join(QUANTIZERS)}")
+    if group_size < 1:
+        raise RiverError(f"group size {group_size} should be at least 1")
 
 
 def _affine(groups):

@@ -10,6 +10,7 @@ import math
 
 import torch
 
+from .config import positive_number
 from .errors import RiverError
 
 
@@ -28,8 +29,9 @@ class Rope:
         self.config, self.device = config, device
         self.variant_in_use, self.inv_freq, self.attention_factor = None, None, None
         self._use(self.variant(1))
-        self.query_scale_beta = config.scaling.get("llama_4_scaling_beta")
-        if self.query_scale_beta:
+        self.query_scale_beta = None
+        if config.scaling.get("llama_4_scaling_beta"):
+            self.query_scale_beta = config.number("llama_4_scaling_beta")
             self.query_scale_span = config.number("original_max_position_embeddings")
 
     def variant(self, length):
@@ -109,6 +111,8 @@ def _yarn(config, variant):
     """YaRN (Peng et al., arXiv 2309.00071): as llama3, but the ramp runs over the index of the dimension."""
     inv_freq, _ = _default(config)
     factor, original = config.number("factor"), config.number("original_max_position_embeddings")
+    if config.theta <= 1:
+        raise RiverError(f"config.json: rope_type 'yarn' needs a rope_theta above 1, not {config.theta}")
 
     def index_that_turns(rotations):
         return config.dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
@@ -126,11 +130,11 @@ def _yarn(config, variant):
     def mscale(m):
         return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    attention_factor = config.scaling.get("attention_factor")
-    if attention_factor is None:
-        m, m_all = config.scaling.get("mscale"), config.scaling.get("mscale_all_dim")
-        attention_factor = mscale(m) / mscale(m_all) if m and m_all else mscale(1)
-    return inv_freq, attention_factor
+    if config.scaling.get("mscale") and config.scaling.get("mscale_all_dim"):
+        attention_factor = mscale(config.number("mscale")) / mscale(config.number("mscale_all_dim"))
+    else:
+        attention_factor = mscale(1)
+    return inv_freq, config.number("attention_factor", attention_factor)
 
 
 def _longrope(config, variant):
@@ -140,12 +144,13 @@ def _longrope(config, variant):
     factors = config.scaling.get(key)
     if not isinstance(factors, list) or len(factors) != config.dim // 2:
         raise RiverError(f"config.json: rope_type 'longrope' needs {config.dim // 2} numbers in {key!r}")
+    for number in factors:
+        positive_number(number, f"rope_type 'longrope' needs all of {key!r}")
     original = config.number("original_max_position_embeddings")
     factor = config.number("factor", config.max_position_embeddings / original)
-    attention_factor = config.scaling.get("attention_factor")
-    if attention_factor is None:
-        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return _default(config)[0] / torch.tensor(factors, dtype=torch.float32), attention_factor
+    attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
+    inv_freq = _default(config)[0] / torch.tensor(factors, dtype=torch.float32)
+    return inv_freq, config.number("attention_factor", attention_factor)
 
 
 SCALINGS = {

@@ -27,6 +27,8 @@ class Sampler:
             raise RiverError(f"top-k is {top_k}, but should be 0 (off) or above")
         if top_p is not None and not 0 <= top_p <= 1:
             raise RiverError(f"top-p is {top_p}, but should be between 0 and 1")
+        if seed is not None and not -(2**63) <= seed < 2**64:
+            raise RiverError(f"seed is {seed}, but should fit into 64 bits")
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
         self.generator = torch.Generator(device)
         if seed is None:
@@ -35,9 +37,17 @@ class Sampler:
             self.generator.manual_seed(seed)
 
     def __call__(self, logits):
-        """Float32 logits [B, vocab] to int64 tokens [B]."""
+        """Float32 logits [B, vocab] to int64 tokens [B].
+
+        Raises:
+            RiverError: the logits are not numbers, of which any choice would be a wrong answer.
+        """
+        highest, tokens = logits.max(dim=-1)
+        if not highest.isfinite().all():
+            raise RiverError("the model's logits are not finite numbers: its weights are damaged, or too large "
+                             "for this dtype (try --dtype float32)")
         if self.temperature == 0:
-            return logits.argmax(dim=-1)
+            return tokens
         return torch.multinomial(self.probabilities(logits), 1, generator=self.generator)[:, 0]
 
     def probabilities(self, logits):

@@ -6,6 +6,9 @@ from river.config import load_config, parse_config
 from river.errors import RiverError
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
 def config(**changes):
     values = {**TINY, **changes}
     return parse_config({key: value for key, value in values.items() if value is not ...})
@@ -50,6 +53,22 @@ def test_rope_under_the_old_key_and_the_newer_one():
         ({"rope_scaling": {"type": "spiral"}}, ("rope_type", "spiral")),
         ({"rope_scaling": {"rope_type": "llama3", "factor": "8"}}, ("llama3", "factor", "'8'")),
         ({"rope_scaling": "llama3"}, ("rope_scaling",)),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, ("linear", "factor", "0")),
+        ({"rope_scaling": {"rope_type": "linear", "factor": -2.0}}, ("linear", "factor", "-2.0")),
+        ({"rope_scaling": {"rope_type": "linear", "factor": float("inf")}}, ("linear", "factor", "inf")),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": True}}, ("dynamic", "factor", "True")),
+        ({"rope_scaling": {**LLAMA3, "factor": 0.0}}, ("llama3", "factor", "0.0")),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, ("low_freq_factor", "4.0", "high_freq_factor")),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": -4}}, ("yarn", "factor", "-4")),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "beta_fast": 0}}, ("yarn", "beta_fast", "0")),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "attention_factor": "x"}}, ("attention_factor", "'x'")),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "mscale": "x", "mscale_all_dim": 1}}, ("mscale", "'x'")),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}, "rope_theta": 1}, ("yarn", "rope_theta", "1.0")),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "llama_4_scaling_beta": "x"}}, ("scaling_beta", "'x'")),
+        ({"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0] * 8}}, ("longrope", "short_factor", "8")),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 7 + [0]}}, ("longrope", "short_factor")),
+        ({"rope_theta": 0}, ("rope_theta", "0")),
+        ({"num_hidden_layers": 10**9}, ("num_hidden_layers",)),
         ({"hidden_size": ...}, ("hidden_size", "missing")),
         ({"hidden_size": "64"}, ("hidden_size", "'64'")),
         ({"hidden_size": 66}, ("hidden_size", "66")),

@@ -259,7 +259,7 @@ def test_two_thresholds_give_two_histograms(tiny_model, river):
 def test_make_exit_rule():
     assert make_exit_rule(L) == Similarity(0.5)
     assert make_exit_rule(L, exit_layer=0) == FixedDepth(0)
-    for bad in ({"exit_layer": -1}, {"exit_layer": L + 1}, {"tau": float("nan")}, {"tau": float("inf")}):
+    for bad in ({"exit_layer": -1}, {"exit_layer": L + 1}, {"exit_layer": 2.5}, {"exit_layer": True}):
         with pytest.raises(RiverError):
             make_exit_rule(L, **bad)
 

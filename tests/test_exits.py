@@ -14,8 +14,10 @@ from river.controller import Never
 from river.decode import Decoder
 from river.errors import RiverError
 from river.exits import LINEARS, load_river
+from river.files import save_safetensors
 from river.linear import Linear
 from river.quantize import quantize
+from safetensors import safe_open
 
 
 @pytest.fixture
@@ -112,6 +114,33 @@ def test_a_damaged_file_is_built_again(built):
         assert_same(again, river)
 
 
+def test_a_river_that_lacks_a_tensor_is_built_again(built):
+    """With the right identity and a hole, the run would stop in the middle of an answer."""
+    folder, _, river = built
+    path = folder / river_files(folder)[0]
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
+        metadata = file.metadata()
+    del tensors["layers.0.down_proj.packed"]
+    save_safetensors(path, tensors, metadata)
+    again, was_built = load_again(folder)
+    assert was_built
+    assert_same(again, river)
+
+
+def test_a_disk_that_has_become_read_only_costs_a_rebuild_only(tiny_folder, monkeypatch):
+    """On such a disk tidying up fails too, and must not hide the error that is being handled."""
+
+    def read_only(*args, **kwargs):
+        raise OSError(30, "Read-only file system")
+
+    model, lines = load_model(tiny_folder), []
+    monkeypatch.setattr("river.files.serialize_file", read_only)
+    monkeypatch.setattr("pathlib.Path.unlink", read_only)
+    river = load_river(model, tiny_folder, log=lambda line, done: lines.append(line))
+    assert len(river) == 4 and "Read-only" in lines[-1]
+
+
 def test_a_folder_that_cannot_be_written_costs_a_rebuild_only(tiny_folder, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
@@ -138,13 +167,12 @@ def test_every_layout_survives_saving(tmp_path, group_size, dtype):
 
 
 def test_weights_that_are_not_finite_are_refused(tiny_folder):
-    from river.files import save_safetensors
     from test_checkpoint import read_tensors
 
     tensors = read_tensors(tiny_folder)
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
     save_safetensors(tiny_folder / "model.safetensors", tensors)
-    with pytest.raises(RiverError, match="not finite"):
+    with pytest.raises(RiverError, match="layer 1, gate_up_proj.*not finite"):
         load_again(tiny_folder)
     assert not river_files(tiny_folder)
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -126,6 +127,8 @@ def test_chat_keeps_its_cache_and_passes_over_empty_lines(folder, capsys, monkey
         (("--prefill", "sideways"), ("prefill", "sideways", "backbone")),
         (("--quantizer", "gptq"), ("quantizer", "gptq", "hqq")),
         (("--group-size", "0"), ("group size 0",)),
+        (("--seed", str(2**64)), ("seed", str(2**64))),
+        (("--device", "meta"), ("device", "meta")),
         (("--dtype", "int3"), ("dtype", "int3", "bfloat16")),
         (("--device", "warp"), ("device", "warp")),
         (("--chat-format", "morse"), ("morse", "chatml")),
@@ -180,6 +183,48 @@ def test_models_that_cannot_be_had_get_one_clear_line(folder, tmp_path, capsys, 
         assert status == 2 and out == "" and last.startswith("generate.py: "), err
         for word in named:
             assert word in last
+
+
+def shell(command, **environment):
+    """(exit status, standard output bytes, standard error) of a shell command in which generate.py is $G."""
+    env = {**os.environ, "G": f"{sys.executable} {ROOT / 'generate.py'}", **environment}
+    result = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, env=env)
+    return result.returncode, result.stdout, result.stderr.decode("utf-8", "replace")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(folder):
+    """`generate.py | head -1` used to end in a BrokenPipeError traceback."""
+    for json_flag in ("", "--json"):
+        status, _, err = shell(f"$G --model {folder} --prompt Hello --max-new-tokens 60 {json_flag} | true")
+        assert status == 0 and "Traceback" not in err and "Exception" not in err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_one_line(folder):
+    status, _, err = shell(f"$G --model {folder} --prompt Hello --max-new-tokens 2 > /dev/full")
+    assert status == 2 and "No space left" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("encoding", ("utf-8:strict", "ascii:strict"))
+def test_bytes_that_are_no_text_are_no_error(folder, encoding):
+    """Neither in the prompt, nor in an answer that the terminal's encoding lacks characters for."""
+    args = f"--model {folder} --max-new-tokens 8 --temperature 5 --seed 3"
+    status, out, err = shell(f"printf 'caf\\xff \\xe2\\x82' | $G {args} --prompt - --json", PYTHONIOENCODING=encoding)
+    assert status == 0 and json.loads(out)["prompt"] == "caf\ufffd \ufffd", err
+    status, out, err = shell(f"$G {args} --prompt $'caf\\xff' --json", PYTHONIOENCODING=encoding)
+    assert status == 0 and json.loads(out)["new_tokens"] > 0, err
+    status, _, err = shell(f"$G {args} --prompt Hello", PYTHONIOENCODING=encoding)
+    assert status == 0 and "Traceback" not in err
+
+
+def test_a_chat_goes_on_when_a_turn_does_not_fit(folder, capsys, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal("Hello\n" + "word " * 2000 + "\nAnd then?\n"))
+    status, _, err = run(capsys, "--model", folder, "--max-new-tokens", 4)
+    assert status == 0 and err.count("new tokens") == 2 and "conversation so far" in err
 
 
 def test_no_prompt_and_no_terminal_is_said(folder, capsys, monkeypatch):

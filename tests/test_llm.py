@@ -121,6 +121,25 @@ def test_an_answer_that_was_left_early_does_not_harm_the_next(llm):
     assert reply.new_tokens > 0
 
 
+def test_a_run_goes_once(llm):
+    """A second loop over it used to run the prompt again, on a cache that was full of the first."""
+    run, steps = finish(llm.generate("one", max_new_tokens=5, exit_layer=1))
+    tokens = list(run.tokens[0])
+    assert list(run) == [] and run.tokens[0] == tokens
+    run = llm.generate("one", max_new_tokens=5, exit_layer=1)
+    first = next(iter(run))
+    assert [first.tokens[0]] + [step.tokens[0] for step in run] == tokens, "and may be left and taken up again"
+
+
+def test_a_turn_that_was_never_begun_is_dropped(llm):
+    """Two turns on one cache, the first not run: the second must not think that it was."""
+    chat, control = (llm.chat(max_new_tokens=6, exit_layer=4) for _ in range(2))
+    finish(chat.say("Hello"))
+    finish(control.say("Hello"))
+    chat.say("never iterated over")
+    assert finish(chat.say("And then?"))[0].tokens == finish(control.say("And then?"))[0].tokens
+
+
 def test_folders_that_are_no_checkpoint_are_named(tmp_path):
     with pytest.raises(RiverError, match="config.json"):
         load(tmp_path, device="cpu")

@@ -72,9 +72,10 @@ def test_constant_groups_survive(quantizer, value):
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZER_NAMES)
-@pytest.mark.parametrize("in_features, group_size", ((96, 64), (65, 64), (7, 64), (33, 32), (1, 1), (600, 512)))
+@pytest.mark.parametrize("in_features, group_size", ((96, 64), (65, 64), (7, 64), (33, 32), (1, 1), (600, 512), (8, 10**5), (8, 10**30)))
 def test_widths_that_the_group_does_not_divide(quantizer, in_features, group_size):
-    """The last group is shorter; it must be quantised as if it stood alone."""
+    """The last group is shorter; it must be quantised as if it stood alone. A group above the width is one group:
+    expanding its scale to the group's size, and not the row's, took all memory."""
     weight = gaussian(8, in_features)
     got = quantize(weight, quantizer, group_size)
     assert got.codes.shape == weight.shape and got.codes.dtype == torch.uint8 and got.codes.max() <= 15

@@ -61,8 +61,18 @@ def test_the_same_seed_gives_the_same_tokens_in_one_process():
 
 @pytest.mark.parametrize(
     "bad", ({"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": float("inf")}, {"top_k": -1},
-            {"top_p": -0.1}, {"top_p": 1.1}, {"top_p": float("nan")}),
+            {"top_p": -0.1}, {"top_p": 1.1}, {"top_p": float("nan")}, {"seed": 2**64}, {"seed": -(2**63) - 1}),
 )
 def test_settings_out_of_range_are_refused(bad):
     with pytest.raises(RiverError):
         Sampler(**bad)
+
+
+@pytest.mark.parametrize("temperature", (0.0, 1.0))
+@pytest.mark.parametrize("bad", (float("nan"), float("inf")))
+def test_logits_that_are_no_numbers_are_no_answer(temperature, bad):
+    """argmax of NaN is token 0, over and over: blank text that looks like an answer."""
+    logits = torch.zeros(2, 5)
+    logits[1, 3] = bad
+    with pytest.raises(RiverError, match="not finite"):
+        Sampler(temperature)(logits)
