@@ -8,11 +8,10 @@ unknown is an error that names it, since a weight left out gives fluent nonsense
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from .config import load_config
 from .errors import RiverError
-from .files import read_json
+from .files import SafetensorsFile, read_json
 from .linear import Linear
 from .model import DecoderLayer, Llama, RMSNorm
 
@@ -47,7 +46,7 @@ def load_model(folder, dtype=torch.bfloat16, device="cpu"):
     def linear(prefix, in_features, outputs, bias):
         weights = [tensors.take(f"{prefix}.{name}.weight", (out, in_features)) for name, out in outputs.items()]
         biases = [tensors.take(f"{prefix}.{name}.bias", (out,)) for name, out in outputs.items()] if bias else None
-        return Linear(weights, biases)
+        return Linear(weights, torch.cat(biases) if bias else None)
 
     qkv_rows, gate_up_rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}, {"gate_proj": ff, "up_proj": ff}
     if config.fused_projections:
@@ -95,10 +94,9 @@ class CheckpointTensors:
         self.folder, self.dtype, self.device = folder, dtype, device
         self.files = {}  # canonical name to (the open file that holds it, its name there)
         for path, names in checkpoint_files(folder).items():
-            opened = open_safetensors(path)
-            present = set(opened.keys())
-            for name in sorted(present if names is None else names):
-                if name not in present:
+            opened = SafetensorsFile(path)
+            for name in sorted(opened.names() if names is None else names):
+                if name not in opened.names():
                     raise RiverError(f"{path} lacks the tensor {name!r}, which {INDEX_FILE} says it holds")
                 if not name.startswith(NOT_TEXT):
                     self.files[canonical_name(name)] = opened, name
@@ -121,7 +119,7 @@ class CheckpointTensors:
         if name not in self.files:
             raise RiverError(f"{self.folder}: the checkpoint has no tensor {name!r}; {why}")
         opened, stored_name = self.files.pop(name)
-        return opened.get_tensor(stored_name)
+        return opened.tensor(stored_name)
 
     def skip(self, name):
         """Pass over the tensor `name` if it is there."""
@@ -182,16 +180,3 @@ def checkpoint_files(folder):
             raise RiverError(f"{index}: {file!r}, given for {name!r}, is not the name of a file in this folder")
         files.setdefault(folder / file, set()).add(name)
     return files
-
-
-def open_safetensors(path):
-    """Open one safetensors file, memory-mapped; a RiverError says what is wrong with a bad one."""
-    try:
-        with open(path, "rb") as file:
-            if file.read(40).startswith(b"version https://git-lfs"):
-                raise RiverError(f"{path} is a Git LFS pointer, not the weights: run `git lfs pull`, or download it")
-        return safe_open(path, framework="pt")
-    except FileNotFoundError:
-        raise RiverError(f"{path} is missing: the checkpoint is incomplete, download it again") from None
-    except (SafetensorError, OSError) as error:
-        raise RiverError(f"{path} is damaged or cut short ({error}): download it again") from error

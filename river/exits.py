@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from .checkpoint import checkpoint_files, open_safetensors
+from .checkpoint import checkpoint_files
 from .errors import RiverError
-from .files import save_safetensors
+from .files import SafetensorsFile, save_safetensors
 from .linear import QuantLinear, layout_for, pack
 from .quantize import check_settings, quantize
 
@@ -80,7 +80,7 @@ def _exit_layer(layer, tensors, group_size):
     exits = {}
     for name in LINEARS:
         linear = getattr(layer, name)
-        shape = sum(len(weight) for weight in linear.weights), linear.weights[0].shape[1]
+        shape = linear.shape
         dtype, device = linear.weights[0].dtype, linear.weights[0].device
         prefix = f"layers.{layer.index}.{name}."
         own = {key.removeprefix(prefix): t.to(device) for key, t in tensors.items() if key.startswith(prefix)}
@@ -112,10 +112,9 @@ def _identity(folder, quantizer, group_size, device, dtype):
 def _stored_tensors(path, identity):
     """The tensors of the river file, or None if there is none or it is not the one we need."""
     try:
-        file = open_safetensors(path)
-        metadata = file.metadata() or {}
-        if metadata.get("river") != identity or metadata.get("tensors") != str(len(file.keys())):
+        file = SafetensorsFile(path)
+        if file.metadata.get("river") != identity or file.metadata.get("tensors") != str(len(file.names())):
             return None
-        return {name: file.get_tensor(name) for name in file.keys()}
+        return {name: file.tensor(name) for name in file.names()}
     except RiverError:
         return None

@@ -1,16 +1,18 @@
-"""Writing files so that a reader never meets half of one.
+"""Reading and writing files, such that nobody meets half of one.
 
 Everything the project writes (converted checkpoints, rivers, downloads) appears under its final
 name only when it is complete: it is written beside its target and renamed, which POSIX and Windows
 both do in one step.
 """
 
+import ctypes
 import json
 import os
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from safetensors import TensorSpec, serialize_file
+import torch
+from safetensors import SafetensorError, safe_open
 
 from .errors import RiverError
 
@@ -55,11 +57,63 @@ def read_json(path):
     return content
 
 
+class SafetensorsFile:
+    """A safetensors file, memory-mapped: all its tensors are views of one storage, read when they are used.
+
+    The library checks the file; the views are made here, because the library gives every tensor a
+    storage of its own, and tensors that lie side by side could not be seen as one (linear.py does).
+
+    Raises:
+        RiverError: the file is absent, damaged, cut short or a Git LFS pointer.
+    """
+
+    def __init__(self, path):
+        path = Path(path)
+        try:
+            with open(path, "rb") as file:
+                length = file.read(8)
+                if length == b"version ":
+                    raise RiverError(f"{path} is a Git LFS pointer, not the weights: run `git lfs pull`, or download it")
+                with safe_open(path, framework="pt"):  # raises on whatever does not hold together
+                    self._start = 8 + int.from_bytes(length, "little")
+                self._entries = json.loads(file.read(self._start - 8))
+            self._bytes = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+        except FileNotFoundError:
+            raise RiverError(f"{path} is missing: the checkpoint is incomplete, download it again") from None
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise RiverError(f"{path} is damaged or cut short ({error}): download it again") from error
+        self.metadata = self._entries.pop("__metadata__", {})
+        self.path = path
+
+    def names(self):
+        """The names of the tensors."""
+        return self._entries.keys()
+
+    def tensor(self, name):
+        """The tensor `name`, mapped; a RiverError if its dtype is not one that PyTorch can hold here."""
+        entry = self._entries[name]
+        if entry["dtype"] not in DTYPES:
+            raise RiverError(f"{self.path}: tensor {name!r} is {entry['dtype']}, which is not supported")
+        dtype = DTYPES[entry["dtype"]]
+        first, last = (self._start + offset for offset in entry["data_offsets"])
+        raw = self._bytes[first:last]
+        if first % dtype.itemsize:  # written without alignment, as the format allows
+            raw = raw.clone()
+        return raw.view(dtype).view(entry["shape"])
+
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+ALIGNMENT = 64  # bytes, a cache line: kernels read tensors that start elsewhere some 10% slower
+
+
 def save_safetensors(path, tensors, metadata=None):
     """Write `tensors` (name to tensor, any device) to the safetensors file `path`, whole or not at all.
 
-    `safetensors.torch.save_file` would do the same but imports numpy, which the project does
-    without; the library's own writer takes plain addresses.
+    The library's writer would need numpy, and does not align the data.
 
     Args:
         path: the target; replaced if it exists.
@@ -70,20 +124,17 @@ def save_safetensors(path, tensors, metadata=None):
         RiverError: the file cannot be written.
     """
     dense = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    specs = {
-        name: TensorSpec(
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            shape=list(tensor.shape),
-            data_ptr=tensor.data_ptr(),
-            data_len=tensor.nbytes,
-        )
-        for name, tensor in dense.items()
-    }
-    with complete_or_absent(path) as temporary:
-        try:
-            temporary.touch()
-            mode = temporary.stat().st_mode  # the library's own files can be read by their owner only
-            serialize_file(specs, str(temporary), metadata={"format": "pt", **(metadata or {})})
-            temporary.chmod(mode)
-        except Exception as error:  # the library raises its own type for a full disk
-            raise RiverError(f"cannot write {path}: {error}") from error
+    # Data follows data without a gap, so what would put the next tensor off its alignment comes last.
+    order = sorted(dense, key=lambda name: dense[name].nbytes % ALIGNMENT != 0)
+    spelled = {dtype: name for name, dtype in DTYPES.items()}
+    header, end = {"__metadata__": {"format": "pt", **(metadata or {})}}, 0
+    for name in order:
+        start, end = end, end + dense[name].nbytes
+        header[name] = {"dtype": spelled[dense[name].dtype], "shape": list(dense[name].shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    with complete_or_absent(path) as temporary, open(temporary, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            if dense[name].nbytes:
+                file.write((ctypes.c_char * dense[name].nbytes).from_address(dense[name].data_ptr()))

@@ -20,26 +20,40 @@ class Linear:
 
     Args:
         weights: list of [out_i, in_features] tensors; the output has sum(out_i) features.
-        biases: list of [out_i] tensors, one for each weight, or None.
+        bias: [out_features] or None.
     """
 
-    def __init__(self, weights, biases=None):
-        self.weights = weights
-        self.biases = biases or [None] * len(weights)
+    def __init__(self, weights, bias=None):
+        self.weights = join_neighbours(weights)
+        self.bias = bias
+        self.shape = sum(len(weight) for weight in weights), weights[0].shape[1]
 
     def __call__(self, x):
-        outputs = [F.linear(x, weight, bias) for weight, bias in zip(self.weights, self.biases)]
+        biases = [None] * len(self.weights) if self.bias is None else self.bias.split([len(w) for w in self.weights])
+        outputs = [F.linear(x, weight, bias) for weight, bias in zip(self.weights, biases)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-
-    @property
-    def bias(self):
-        """The bias of all rows, [out_features], or None."""
-        return None if self.biases[0] is None else torch.cat(self.biases)
 
     @property
     def nbytes(self):
         """Bytes that one token reads."""
-        return sum(t.nbytes for t in (*self.weights, *self.biases) if t is not None)
+        return sum(weight.nbytes for weight in self.weights) + (0 if self.bias is None else self.bias.nbytes)
+
+
+def join_neighbours(weights):
+    """Matrices that lie one behind the other in the same storage, as one; nothing is copied.
+
+    Checkpoints hold their tensors in the order of their names, in which gate_proj is followed by up_proj:
+    one product instead of two.
+    """
+    joined = [weights[0]]
+    for weight in weights[1:]:
+        last = joined[-1]
+        same_storage = last.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+        if same_storage and last.storage_offset() + last.numel() == weight.storage_offset():
+            joined[-1] = last.as_strided((len(last) + len(weight), last.shape[1]), (last.shape[1], 1))
+        else:
+            joined.append(weight)
+    return joined
 
 
 class QuantLinear:

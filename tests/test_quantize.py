@@ -3,7 +3,7 @@
 import pytest
 import torch
 from river.errors import RiverError
-from river.linear import Linear, QuantLinear, layout_for, pack, pack_nibbles, unpack_nibbles
+from river.linear import Linear, QuantLinear, join_neighbours, layout_for, pack, pack_nibbles, unpack_nibbles
 from river.quantize import QUANTIZERS, quantize
 
 QUANTIZER_NAMES = sorted(QUANTIZERS)
@@ -155,4 +155,15 @@ def test_bias_is_added():
 def test_a_linear_of_several_parts_is_one_linear():
     x, parts, biases = torch.randn(2, 8), [torch.randn(4, 8), torch.randn(6, 8)], [torch.randn(4), torch.randn(6)]
     whole = torch.nn.functional.linear(x, torch.cat(parts), torch.cat(biases))
-    torch.testing.assert_close(Linear(parts, biases)(x), whole)
+    torch.testing.assert_close(Linear(parts, torch.cat(biases))(x), whole)
+
+
+def test_neighbours_in_memory_become_one_matrix_and_others_do_not():
+    storage = torch.randn(30)
+    first, second, apart = storage[:8].view(2, 4), storage[8:20].view(3, 4), storage[22:30].view(2, 4)
+    stranger = torch.randn(1, 4)
+    joined = join_neighbours([first, second, apart, stranger])
+    assert [tuple(w.shape) for w in joined] == [(5, 4), (2, 4), (1, 4)]
+    assert torch.equal(torch.cat(joined), torch.cat([first, second, apart, stranger]))
+    assert joined[0].data_ptr() == storage.data_ptr()
+    assert len(join_neighbours([second, first])) == 2, "order counts"
