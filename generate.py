@@ -39,6 +39,7 @@ def parse_arguments(argv=None):
     add("--model", default=DEFAULT_MODEL, metavar="DIR_OR_ORG/NAME", help="a folder, or a model to download")
     add("--device", default="auto", help="cpu, cuda, ... (default: cuda if there is one)")
     add("--dtype", default="bfloat16", help="bfloat16 (default), float16 or float32; the int4 kernels take bfloat16 only, others are slow")
+    add("--compile", action="store_true", help="compile the layers for decoding (once; needs a C++ compiler)")
     add("--chat-format", metavar="NAME", help="instead of the one that the checkpoint's template tells")
     add = parser.add_argument_group("the river").add_argument
     add("--tau", type=float, default=0.5, help="leave when the similarity is above this; 1 never leaves (0.5)")
@@ -92,7 +93,16 @@ def run(args):
         river.Settings(**settings)  # a bad value should not wait for a download
         prompts = read_prompts(args)
         folder = find_model(args.model)
-        llm = river.load(folder, args.device, args.dtype, args.quantizer, args.group_size, args.chat_format, log)
+        llm = river.load(
+            folder,
+            device=args.device,
+            dtype=args.dtype,
+            quantizer=args.quantizer,
+            group_size=args.group_size,
+            chat_format=args.chat_format,
+            compile=args.compile,
+            log=log,
+        )
         if prompts is None:
             chat(llm, args, settings)
         else:

@@ -15,9 +15,12 @@ class KVCache:
     """
 
     def __init__(self, config, batch, max_len, dtype, device):
-        self.data = torch.empty(
-            (config.n_layers, 2, batch, config.n_kv_heads, max_len, config.head_dim), dtype=dtype, device=device
-        )
+        shape = config.n_layers, 2, batch, config.n_kv_heads, max_len, config.head_dim
+        self._use(torch.empty(shape, dtype=dtype, device=device))
+
+    def _use(self, data):
+        self.data = data
+        self._views = [(layer[0], layer[1]) for layer in data]  # made once, not in each layer of each step
 
     @property
     def max_len(self):
@@ -26,11 +29,11 @@ class KVCache:
 
     def layer(self, l):
         """Views of layer l: (K, V), each [batch, n_kv_heads, max_len, head_dim]."""
-        return self.data[l, 0], self.data[l, 1]
+        return self._views[l]
 
     def grow(self, max_len):
         """Make room for `max_len` positions, keeping what is written."""
         if max_len > self.max_len:
             larger = self.data.new_empty((*self.data.shape[:4], max_len, self.data.shape[5]))
             larger[..., : self.max_len, :] = self.data
-            self.data = larger
+            self._use(larger)

@@ -6,6 +6,8 @@ memory-mapped and need no fused copy. `QuantLinear` holds 4-bit codes in the lay
 kernel where one takes the shape, and in a plain layout with a reference implementation where not.
 """
 
+import copy
+
 import torch
 import torch.nn.functional as F
 
@@ -36,7 +38,22 @@ class Linear:
     @property
     def nbytes(self):
         """Bytes that one token reads."""
-        return sum(weight.nbytes for weight in self.weights) + (0 if self.bias is None else self.bias.nbytes)
+        return sum(tensor.nbytes for tensor in self.tensor_list())
+
+    def tensor_list(self):
+        """All its tensors; `with_tensors` takes as many."""
+        return [*self.weights, *([] if self.bias is None else [self.bias])]
+
+    def with_tensors(self, tensors):
+        """The same linear over other tensors."""
+        twin = copy.copy(self)
+        twin.weights = tensors[: len(self.weights)]
+        twin.bias = None if self.bias is None else tensors[-1]
+        return twin
+
+    def signature(self):
+        """What distinguishes its computation besides the shapes of its tensors."""
+        return f"linear {len(self.weights)}"
 
 
 def join_neighbours(weights):
@@ -80,7 +97,22 @@ class QuantLinear:
     @property
     def nbytes(self):
         """Bytes that one token reads."""
-        return sum(t.nbytes for t in self.tensors.values()) + (0 if self.bias is None else self.bias.nbytes)
+        return sum(tensor.nbytes for tensor in self.tensor_list())
+
+    def tensor_list(self):
+        """All its tensors; `with_tensors` takes as many."""
+        return [*self.tensors.values(), *([] if self.bias is None else [self.bias])]
+
+    def with_tensors(self, tensors):
+        """The same linear over other tensors."""
+        twin = copy.copy(self)
+        twin.tensors = dict(zip(self.tensors, tensors))
+        twin.bias = None if self.bias is None else tensors[-1]
+        return twin
+
+    def signature(self):
+        """What distinguishes its computation besides the shapes of its tensors."""
+        return f"{self.layout} {self.group_size} {' '.join(self.tensors)}"
 
 
 def layout_for(shape, group_size, dtype, device):

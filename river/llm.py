@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from .checkpoint import load_model
+from .compile import compile_layers
 from .controller import make_exit_rule
 from .decode import Decoder, generate
 from .errors import RiverError
@@ -53,7 +54,16 @@ class Settings:
         return Sampler(self.temperature, self.top_k, self.top_p, self.seed, device)
 
 
-def load(folder, device="auto", dtype="bfloat16", quantizer="hqq", group_size=64, chat_format=None, log=None):
+def load(
+    folder,
+    device="auto",
+    dtype="bfloat16",
+    quantizer="hqq",
+    group_size=64,
+    chat_format=None,
+    compile=False,
+    log=lambda line, done: None,
+):
     """Load a checkpoint folder with its tokenizer and its exit river (built at the first time).
 
     Args:
@@ -62,7 +72,8 @@ def load(folder, device="auto", dtype="bfloat16", quantizer="hqq", group_size=64
         dtype: of weights and activations: "bfloat16", "float16" or "float32".
         quantizer, group_size: of the river, see quantize.py.
         chat_format: a name of chat.py, or None to detect it from the checkpoint.
-        log: called with (line, done) about slow work, or None.
+        compile: decode through compiled layers, see compile.py.
+        log: called with (line, done) about slow work.
 
     Raises:
         RiverError: anything that the user can put right.
@@ -84,7 +95,9 @@ def load(folder, device="auto", dtype="bfloat16", quantizer="hqq", group_size=64
             f"{folder}: the tokenizer has {tokenizer.n_vocab} tokens but the model only "
             f"{model.config.vocab_size}: they are not from the same checkpoint"
         )
-    river = load_river(model, folder, quantizer, group_size, log or (lambda line, done: None))
+    river = load_river(model, folder, quantizer, group_size, log)
+    if compile:
+        model.layers, river = (compile_layers(model, layers, log) for layers in (model.layers, river))
     return RiverLLM(model, river, tokenizer)
 
 

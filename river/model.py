@@ -27,6 +27,15 @@ class RMSNorm:
         x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
         return x32.to(x.dtype) * self.weight
 
+    def tensor_list(self):
+        return [self.weight]
+
+    def with_tensors(self, tensors):
+        return RMSNorm(tensors[0], self.eps)
+
+    def signature(self):
+        return f"norm {self.eps}"
+
 
 @dataclass
 class Positions:

@@ -154,7 +154,7 @@ def test_padding_has_no_say_in_the_exit(tiny_model, river):
     class Watching(Never):
         def leaves(self, depth, h_in, h):
             if depth:
-                seen.append(float(similarity(h_in, h).min()))
+                seen.append(min(similarity(h_in, h)))
             return False
 
     run(tiny_model, river, Watching(), PROMPTS, steps=1)
@@ -226,8 +226,8 @@ def test_prefill_modes(tiny_model, river):
 def test_the_threshold_is_strict_and_looks_at_the_least_similar_token():
     h_in = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
     h = torch.tensor([[2.0, 0.0], [0.6, 0.8]])
-    torch.testing.assert_close(similarity(h_in, h), torch.tensor([1.0, 0.6]))
-    least = float(similarity(h_in, h).min())
+    assert similarity(h_in, h) == pytest.approx([1.0, 0.6])
+    least = min(similarity(h_in, h))
     assert not Similarity(least).leaves(1, h_in, h), "equal is not above"
     assert Similarity(least - 1e-6).leaves(1, h_in, h)
     assert Similarity(0.9).leaves(1, h_in[:1], h[:1])
@@ -237,12 +237,16 @@ def test_the_threshold_is_strict_and_looks_at_the_least_similar_token():
 def test_similarity_never_exceeds_1():
     """cos(x, x) comes out as 1.0000001 for some x: with tau = 1 the token would leave."""
     x = torch.randn(10_000, 7, generator=torch.Generator().manual_seed(0))
-    assert similarity(x, x).max() <= 1
+    assert max(similarity(x, x)) <= 1
+    torch.testing.assert_close(torch.tensor(similarity(x, -x)), torch.full((10_000,), -1.0))
     assert not Similarity(1.0).leaves(3, x[:1], x[:1])
 
 
 def test_a_state_that_is_not_a_number_stays_on_the_backbone():
-    bad = torch.full((1, 4), float("nan"))
+    bad, good = torch.full((1, 4), float("nan")), torch.ones(1, 4)
+    for pair in ((bad, good), (good, bad)):
+        both = torch.cat(pair)
+        assert not Similarity(-2.0).leaves(1, both, both), "one such token among others keeps them all"
     assert not Similarity(-2.0).leaves(1, bad, bad)
     assert not Similarity(-2.0).leaves(1, torch.zeros(1, 4), torch.zeros(1, 4))
 

@@ -1,0 +1,216 @@
+"""Faster layers for decoding: the same decoder layer, compiled; switched on here and nowhere else.
+
+One program serves all backbone layers, another all exit layers: weights and cache views are inputs, so
+that nothing is compiled twice. A program runs the case that decides the speed, one token of one
+sequence; everything else (prompts, batches) goes to the layer as it is written.
+
+On a CPU a program is an ahead-of-time package of PyTorch's Inductor: native code, called with hardly any
+Python between. Building it takes some seconds and a C++ compiler. It is kept in the user's own cache
+folder and never beside a checkpoint, since loading a package means running what is in it. On other
+devices a program is torch.compile's.
+"""
+
+import dataclasses
+import hashlib
+import os
+import platform
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+
+from .cache import KVCache
+from .errors import RiverError
+from .files import complete_or_absent
+from .linear import Linear, QuantLinear
+from .model import Positions, RMSNorm
+
+
+def compile_layers(model, layers, log=lambda line, done: None):
+    """Return `layers` with their decode step compiled; as they are, after a word to `log`, if that cannot be.
+
+    Args:
+        model: the `Llama` they belong to.
+        layers: its backbone layers or its exit layers.
+        log: called with (line, done).
+    """
+    programs = {}  # layers whose tensors have the same shapes share a program: as a rule there is one
+    try:
+        for layer in layers:
+            signature = _signature(layer)
+            if signature not in programs:
+                programs[signature] = _program(model, layer, signature, log)
+    except RiverError as error:
+        log(f"running without --compile: {error}", True)
+        return layers
+    return [CompiledLayer(layer, programs[_signature(layer)]) for layer in layers]
+
+
+class CompiledLayer:
+    """A `DecoderLayer` that goes through its compiled program where that applies."""
+
+    def __init__(self, layer, program):
+        self.layer, self.program = layer, program
+        self.tensors = _tensors(layer)
+
+    def __call__(self, h, positions, cache):
+        one_token = h.shape[0] == h.shape[1] == 1 and positions.padding is None
+        # The program knows no window that has begun to slide, and was traced with a slot to spare.
+        if one_token and 2 <= positions.end < cache.max_len and not positions.first_visible(self.layer.window):
+            return self.program(h, positions, *cache.layer(self.layer.index), self.tensors)
+        return self.layer(h, positions, cache)
+
+    def __getattr__(self, name):
+        return getattr(self.layer, name)
+
+
+class _DecodeStep(torch.nn.Module):
+    """What is compiled: a layer at the last slot of a sequence, as a function of all the tensors it uses.
+
+    `slots` is any tensor as long as the sequence: its length, and not its values, is the position, so that
+    one program serves every position.
+    """
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = dataclasses.replace(layer, window=None)
+
+    def forward(self, h, slots, cos, sin, query_scale, k, v, tensors):
+        end = slots.shape[0]
+        torch._check(end >= 2)
+        torch._check(end < k.shape[2])
+        layer = _with_tensors(self.layer, tensors)
+        return layer(h, Positions(end - 1, end, cos, sin, query_scale, None), _OneLayer(k, v))
+
+
+class _OneLayer:
+    """A cache of which one layer is there."""
+
+    def __init__(self, k, v):
+        self.views = k, v
+
+    def layer(self, l):
+        return self.views
+
+
+def _parts(layer):
+    """The fields of a layer that hold tensors: (field name, part), in order."""
+    fields = ((field.name, getattr(layer, field.name)) for field in dataclasses.fields(layer))
+    return [(name, part) for name, part in fields if isinstance(part, (RMSNorm, Linear, QuantLinear))]
+
+
+def _tensors(layer):
+    """All tensors of a layer, in order."""
+    return [tensor for _, part in _parts(layer) for tensor in part.tensor_list()]
+
+
+def _with_tensors(layer, tensors):
+    """The layer with other tensors, in the order of `_tensors`."""
+    rest, replaced = iter(tensors), {}
+    for name, part in _parts(layer):
+        replaced[name] = part.with_tensors([next(rest) for _ in part.tensor_list()])
+        if isinstance(part, Linear):
+            replaced[name] = _MatrixVector(replaced[name])
+    return dataclasses.replace(layer, **replaced)
+
+
+class _MatrixVector:
+    """A `Linear` of one token, spelled as a multiplication and a sum, for the compiler to make one loop of.
+
+    Inductor's loop streams the matrix at the speed of the memory (35 GB/s where F.linear has 25: two
+    cores of an AMD EPYC). Uncompiled it would be slow: it would write the products down.
+    """
+
+    def __init__(self, linear):
+        self.linear = linear
+
+    def __call__(self, x):
+        vector = x.flatten().float()
+        y = torch.cat([(weight.float() * vector).sum(-1) for weight in self.linear.weights])
+        if self.linear.bias is not None:
+            y = y + self.linear.bias.float()
+        return y.to(x.dtype).view(1, 1, -1)
+
+
+def _signature(layer):
+    """All of a layer that goes into its program, as text: everything but its index, window and values."""
+    facts = [f"{name}={part.signature()}" for name, part in _parts(layer)]
+    facts += [f"{tuple(t.shape)}{t.dtype}" for t in _tensors(layer)]
+    return " ".join([f"{layer.n_heads} {layer.n_kv_heads} {layer.head_dim}", *facts])
+
+
+def _program(model, layer, signature, log):
+    """Compile the decode step of a layer: a function of (h, positions, K view, V view, tensors)."""
+    hidden = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=model.device)
+    cache = KVCache(model.config, 1, 128, model.dtype, model.device)
+    positions = Positions.at(model.rope, 99, 100, 100, model.dtype)
+    arguments = (hidden, *_of_positions(positions), *cache.layer(0), _tensors(layer))
+    if model.device.type != "cpu":
+        step = torch.compile(_DecodeStep(layer), dynamic=True)
+        return lambda h, positions, k, v, tensors: step(h, *_of_positions(positions), k, v, tensors)
+    run = _package(layer, arguments, signature, log)
+    has_scale = positions.query_scale is not None
+
+    def program(h, positions, k, v, tensors):
+        slots, cos, sin, scale = _of_positions(positions)
+        return run([h, slots, cos, sin, *((scale,) if has_scale else ()), k, v, *tensors])[0]
+
+    return program
+
+
+def _of_positions(positions):
+    slots = positions.cos.new_empty(1).expand(positions.end)
+    return slots, positions.cos, positions.sin, positions.query_scale
+
+
+def _package(layer, arguments, signature, log):
+    """Load the ahead-of-time package of a layer's decode step, building it if there is none that fits."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "river-llm"
+    path = folder / f"{_key(signature)}.pt2"
+    if path.exists():
+        try:
+            return _load(path)
+        except Exception:  # damaged, whatever PyTorch says of it: build it again
+            path.unlink()
+    log("compiling a decoder layer, once for this shape of model", False)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            varies = torch.export.Dim.DYNAMIC
+            sizes = (None, {0: varies}, None, None, None, {2: varies}, {2: varies}, [None] * len(arguments[-1]))
+            exported = torch.export.export(_DecodeStep(layer), arguments, dynamic_shapes=sizes)
+            built = torch._inductor.aoti_compile_and_package(exported, package_path=f"{scratch}/layer.pt2")
+            with complete_or_absent(path) as temporary:
+                shutil.copyfile(built, temporary)
+        log(f"compiled a decoder layer and saved it as {path}", True)
+        return _load(path)
+    except RiverError:
+        raise
+    except Exception as error:  # no compiler, no disk, or a PyTorch that cannot: all the same to the user
+        raise RiverError(f"PyTorch cannot compile here ({str(error).strip().splitlines()[0][:120]})") from error
+
+
+def _load(path):
+    """The entry point of a package: a list of tensors to a list of tensors.
+
+    What PyTorch documents, aoti_load_package, imports the compiler (two seconds) and wraps each call in
+    Python; this is the loader below it.
+    """
+    return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1).run
+
+
+def _key(signature):
+    """A name for a package: everything that its native code depends on, hashed."""
+    sources = ("model.py", "linear.py", "rope.py", "compile.py")  # what is traced; a fork will change it
+    parts = [
+        signature,
+        torch.__version__,
+        platform.machine(),
+        torch.backends.cpu.get_cpu_capability(),
+        str(torch.get_num_threads()),  # Inductor writes it into the code
+        *(Path(__file__).with_name(name).read_text() for name in sources),
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
