@@ -40,6 +40,7 @@ def parse_arguments(argv=None):
     add("--device", default="auto", help="cpu, cuda, ... (default: cuda if there is one)")
     add("--dtype", default="bfloat16", help="bfloat16 (default), float16 or float32; the int4 kernels take bfloat16 only, others are slow")
     add("--compile", action="store_true", help="compile the layers for decoding (once; needs a C++ compiler)")
+    add("--offload", type=int, metavar="N", help="keep only the first N backbone layers in fast memory")
     add("--chat-format", metavar="NAME", help="instead of the one that the checkpoint's template tells")
     add = parser.add_argument_group("the river").add_argument
     add("--tau", type=float, default=0.5, help="leave when the similarity is above this; 1 never leaves (0.5)")
@@ -47,6 +48,7 @@ def parse_arguments(argv=None):
     add("--prefill", help="how the prompt runs: exit, backbone or river (default: backbone on a CPU, else exit)")
     add("--quantizer", default="hqq", help="hqq or rtn (default: hqq)")
     add("--group-size", type=int, default=64, metavar="N", help="weights that share a scale: 64 (default), 32, 128 or 256; others are slow")
+    add("--quantize-head", action="store_true", help="the LM head in 4 bits too (the paper leaves it as it is)")
     add = parser.add_argument_group("sampling").add_argument
     add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     add("--top-k", type=int, metavar="K")
@@ -72,7 +74,8 @@ def main(argv=None):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except UserError as error:
-        print(f"generate.py: {error}", file=sys.stderr)
+        one_line = re.sub(r"[\x00-\x1f\x7f]+", " ", str(error))  # whatever a file or a server has put into it
+        print(f"generate.py: {one_line}", file=sys.stderr)
         return 2
     return 0
 
@@ -100,7 +103,9 @@ def run(args):
             quantizer=args.quantizer,
             group_size=args.group_size,
             chat_format=args.chat_format,
+            quantize_head=args.quantize_head,
             compile=args.compile,
+            offload=args.offload,
             log=log,
         )
         if prompts is None:

@@ -28,6 +28,12 @@ LLAMA3_SPECIALS = (
 ).split()
 LLAMA3_SPECIALS += [f"<|reserved_special_token_{i}|>" for i in range(2, 2 + 256 - len(LLAMA3_SPECIALS))]
 
+# What the first tekken files (Mistral Nemo's) leave out, in order of rank: it is part of Mistral's code.
+TEKKEN_SPECIALS = (
+    "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS]"
+    " [TOOL_CALLS] [IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX]"
+).split()
+
 REQUIRED = object()
 
 
@@ -238,7 +244,8 @@ def read_tekken(path):
     entries = field(content, "vocab", list, path)[:n_ranks]
     tokens = [from_base64(field(entry, "token_bytes", str, path), path) for entry in entries]
     names = {i: f"<SPECIAL_{i}>" for i in range(n_special)}
-    for entry in field(content, "special_tokens", list, path):
+    oldest = [{"rank": rank, "token_str": name} for rank, name in enumerate(TEKKEN_SPECIALS)]
+    for entry in field(content, "special_tokens", list, path, oldest):
         rank = field(entry, "rank", int, path)
         if rank not in names:
             raise RiverError(f"{path}: special_tokens has the rank {rank} of {n_special}; download it again")

@@ -72,8 +72,8 @@ class ChatML(ChatFormat):
 
     def __init__(self, template=""):
         # The line break is a character or an escape sequence, as the template's author liked.
-        own = re.search(r"<\|im_start\|>system(?:\n|\\n)([^'\"{}<]+)<\|im_end\|>", template)
-        self.system = own and own.group(1)
+        own = re.search(r"<\|im_start\|>system(?:\n|\\n)((?:\\.|(?!['\"]\s*\+|\{\{|<\|).)+)<\|im_end\|>", template, re.DOTALL)
+        self.system = own and literal(own.group(1))
 
     def turn(self, role, content):
         return [Special("<|im_start|>"), f"{role}\n{content}", *self.end]
@@ -171,7 +171,10 @@ class Mistral3(Mistral1):
 
 
 class Ministral3(Mistral3):
-    """Ministral 3: the system text has control tokens of its own."""
+    """Ministral 3: the system text has control tokens of its own, and the template brings one."""
+
+    def __init__(self, template=""):
+        self.system = default_system_message(template) or None
 
     def turn(self, role, content):
         if role == "system":
@@ -179,7 +182,7 @@ class Ministral3(Mistral3):
         return super().turn(role, content)
 
     def place_system(self, messages):
-        return messages
+        return ChatFormat.place_system(self, messages)
 
 
 class Zephyr(ChatFormat):
@@ -226,21 +229,55 @@ def detect(template, specials):
     def has(*markers):
         return all(marker in template for marker in markers)
 
+    def roles_after(marker):
+        """Whether the template writes every message's own role after `marker`, with nothing special-cased."""
+        return re.search(re.escape(marker) + r"['\"]\s*(\+|~|\}\}\{\{)\s*message", template)
+
     if has("<|start_header_id|>", "<|eot_id|>"):
-        if not has("Cutting Knowledge Date"):
-            return "llama3"
-        return "llama3.2" if has("strftime_now") else "llama3.1"
+        if has("Cutting Knowledge Date"):
+            return "llama3.2" if has("strftime_now") else "llama3.1"
+        # Others make one instruction of the messages (Llama Guard), or bring a system text of their own.
+        return "llama3" if roles_after("<|start_header_id|>") and not has("<|start_header_id|>system") else None
     if has("<|im_start|>") and not has("<|im_sep|>"):
-        return "qwen3" if has("enable_thinking") else "chatml"
+        if has("enable_thinking"):
+            return "qwen3"
+        # Others write a BOS, open the answer with a thought, or set the system text as no turn.
+        opens_with_thought = re.search(r"<\|im_start\|>assistant(\n|\\n)<think>", template)
+        by_role = roles_after("<|im_start|>") or has("<|im_start|>system")
+        return "chatml" if by_role and not opens_with_thought and not has("bos_token") else None
     if has("<<SYS>>", "[INST]"):
         return "llama2"
     if has("[INST]"):
         if has("[SYSTEM_PROMPT]"):
-            return "ministral3"
+            return None if default_system_message(template) is None else "ministral3"
         return "mistral-v3" if "[INST]" in specials else "mistral-v1"
     if has("<|end|>") and not has("<|start|>"):
         return "phi"
-    return "zephyr" if has("<|user|>", "<|assistant|>", "eos_token") else None
+    ends_turns = re.search(r"<\|user\|>(\n|\\n)?['\"]\s*\+\s*message\[['\"]content['\"]\]\s*\+\s*eos_token", template)
+    return "zephyr" if ends_turns and has("<|assistant|>") else None
+
+
+def literal(text):
+    """Undo the escapes of a template's string: a line break is written as \\n there, a quote as \\'."""
+    return re.sub(r"\\(.)", lambda match: {"n": "\n", "t": "\t"}.get(match[1], match[1]), text, flags=re.DOTALL)
+
+
+def default_system_message(template):
+    """The system text that a Mistral template sets for chats without one: "" if none, None if it cannot be told.
+
+    It is a sum of strings and perhaps of a variable `today`, which is a date.
+    """
+    found = re.search(r"set default_system_message\s*=\s*(.*?)\s*-?%\}", template, re.DOTALL)
+    if not found:
+        return ""
+    text = ""
+    for string, variable, other in re.findall(
+        r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|\b(today)\b|([^\s+~]+)""", found.group(1), re.DOTALL
+    ):
+        if other:
+            return None
+        text += literal(string[1:-1]) if string else f"{datetime.date.today():%Y-%m-%d}"
+    return text
 
 
 def make_format(name, template=""):

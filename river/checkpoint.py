@@ -99,6 +99,8 @@ class CheckpointTensors:
                 if name not in opened.names():
                     raise RiverError(f"{path} lacks the tensor {name!r}, which {INDEX_FILE} says it holds")
                 if not name.startswith(NOT_TEXT):
+                    if canonical_name(name) in self.files:
+                        raise RiverError(f"{path}: tensor {name!r} is there twice, under two names")
                     self.files[canonical_name(name)] = opened, name
 
     def take(self, name, shape):

@@ -24,8 +24,8 @@ import torch
 from .cache import KVCache
 from .errors import RiverError
 from .files import complete_or_absent
-from .linear import Linear, QuantLinear
-from .model import Positions, RMSNorm
+from .linear import Linear
+from .model import Positions
 
 
 def compile_layers(model, layers, log=lambda line, done: None):
@@ -48,12 +48,56 @@ def compile_layers(model, layers, log=lambda line, done: None):
     return [CompiledLayer(layer, programs[_signature(layer)]) for layer in layers]
 
 
+def compile_model(model, log=lambda line, done: None):
+    """Return `model` with its layers and its head compiled, each if it can be."""
+    head = model.lm_head
+    if isinstance(head, Linear):
+        head = compile_head(model, log)
+    return dataclasses.replace(model, layers=compile_layers(model, model.layers, log), lm_head=head)
+
+
+def compile_head(model, log):
+    """Return the full-precision LM head of `model`, compiled for one token, or as it is."""
+    hidden = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=model.device)
+    tensors = model.lm_head.tensor_list()
+    try:
+        run = _compile(_Head(model.lm_head), (hidden, tensors), (None, [None] * len(tensors)), _facts(model.lm_head), log)
+    except RiverError:  # compile_layers has said it
+        return model.lm_head
+    return CompiledHead(model.lm_head, run)
+
+
+class _Head(torch.nn.Module):
+    """What is compiled of a head: its product with one token, as a function of its tensors."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x, tensors):
+        return _MatrixVector(self.linear.with_tensors(tensors))(x)
+
+
+class CompiledHead:
+    """A `Linear` that goes through its compiled program where that applies."""
+
+    def __init__(self, linear, program):
+        self.linear, self.program = linear, program
+        self.tensors = linear.tensor_list()
+
+    def __call__(self, x):
+        return self.program(x, self.tensors) if x.shape[0] == x.shape[1] == 1 else self.linear(x)
+
+    def __getattr__(self, name):
+        return getattr(self.linear, name)
+
+
 class CompiledLayer:
     """A `DecoderLayer` that goes through its compiled program where that applies."""
 
     def __init__(self, layer, program):
         self.layer, self.program = layer, program
-        self.tensors = _tensors(layer)
+        self.tensors = layer.tensor_list()
 
     def __call__(self, h, positions, cache):
         one_token = h.shape[0] == h.shape[1] == 1 and positions.padding is None
@@ -61,6 +105,10 @@ class CompiledLayer:
         if one_token and 2 <= positions.end < cache.max_len and not positions.first_visible(self.layer.window):
             return self.program(h, positions, *cache.layer(self.layer.index), self.tensors)
         return self.layer(h, positions, cache)
+
+    def with_tensors(self, tensors):
+        """The same layer over other tensors, through the same program."""
+        return CompiledLayer(self.layer.with_tensors(tensors), self.program)
 
     def __getattr__(self, name):
         return getattr(self.layer, name)
@@ -81,7 +129,9 @@ class _DecodeStep(torch.nn.Module):
         end = slots.shape[0]
         torch._check(end >= 2)
         torch._check(end < k.shape[2])
-        layer = _with_tensors(self.layer, tensors)
+        layer = self.layer.with_tensors(tensors)
+        linears = {name: _MatrixVector(part) for name, part in layer.parts() if isinstance(part, Linear)}
+        layer = dataclasses.replace(layer, **linears)
         return layer(h, Positions(end - 1, end, cos, sin, query_scale, None), _OneLayer(k, v))
 
 
@@ -93,27 +143,6 @@ class _OneLayer:
 
     def layer(self, l):
         return self.views
-
-
-def _parts(layer):
-    """The fields of a layer that hold tensors: (field name, part), in order."""
-    fields = ((field.name, getattr(layer, field.name)) for field in dataclasses.fields(layer))
-    return [(name, part) for name, part in fields if isinstance(part, (RMSNorm, Linear, QuantLinear))]
-
-
-def _tensors(layer):
-    """All tensors of a layer, in order."""
-    return [tensor for _, part in _parts(layer) for tensor in part.tensor_list()]
-
-
-def _with_tensors(layer, tensors):
-    """The layer with other tensors, in the order of `_tensors`."""
-    rest, replaced = iter(tensors), {}
-    for name, part in _parts(layer):
-        replaced[name] = part.with_tensors([next(rest) for _ in part.tensor_list()])
-        if isinstance(part, Linear):
-            replaced[name] = _MatrixVector(replaced[name])
-    return dataclasses.replace(layer, **replaced)
 
 
 class _MatrixVector:
@@ -136,9 +165,13 @@ class _MatrixVector:
 
 def _signature(layer):
     """All of a layer that goes into its program, as text: everything but its index, window and values."""
-    facts = [f"{name}={part.signature()}" for name, part in _parts(layer)]
-    facts += [f"{tuple(t.shape)}{t.dtype}" for t in _tensors(layer)]
+    facts = [f"{name}={_facts(part)}" for name, part in layer.parts()]
     return " ".join([f"{layer.n_heads} {layer.n_kv_heads} {layer.head_dim}", *facts])
+
+
+def _facts(part):
+    """All of a norm or linear that goes into a program, as text."""
+    return " ".join([part.signature(), *(f"{tuple(t.shape)}{t.dtype}" for t in part.tensor_list())])
 
 
 def _program(model, layer, signature, log):
@@ -146,18 +179,11 @@ def _program(model, layer, signature, log):
     hidden = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=model.device)
     cache = KVCache(model.config, 1, 128, model.dtype, model.device)
     positions = Positions.at(model.rope, 99, 100, 100, model.dtype)
-    arguments = (hidden, *_of_positions(positions), *cache.layer(0), _tensors(layer))
-    if model.device.type != "cpu":
-        step = torch.compile(_DecodeStep(layer), dynamic=True)
-        return lambda h, positions, k, v, tensors: step(h, *_of_positions(positions), k, v, tensors)
-    run = _package(layer, arguments, signature, log)
-    has_scale = positions.query_scale is not None
-
-    def program(h, positions, k, v, tensors):
-        slots, cos, sin, scale = _of_positions(positions)
-        return run([h, slots, cos, sin, *((scale,) if has_scale else ()), k, v, *tensors])[0]
-
-    return program
+    arguments = (hidden, *_of_positions(positions), *cache.layer(0), layer.tensor_list())
+    varies = torch.export.Dim.DYNAMIC
+    sizes = (None, {0: varies}, None, None, None, {2: varies}, {2: varies}, [None] * len(arguments[-1]))
+    run = _compile(_DecodeStep(layer), arguments, sizes, signature, log)
+    return lambda h, positions, k, v, tensors: run(h, *_of_positions(positions), k, v, tensors)
 
 
 def _of_positions(positions):
@@ -165,8 +191,21 @@ def _of_positions(positions):
     return slots, positions.cos, positions.sin, positions.query_scale
 
 
-def _package(layer, arguments, signature, log):
-    """Load the ahead-of-time package of a layer's decode step, building it if there is none that fits."""
+def _compile(module, arguments, sizes, signature, log):
+    """Compile a module for calls like the one with `arguments`; `sizes` tells which of their sizes vary."""
+    if arguments[0].device.type != "cpu":
+        return torch.compile(module, dynamic=True)
+    run = _package(module, arguments, sizes, signature, log)
+
+    def call(*arguments):  # a package takes its tensors as one flat list
+        *single, tensors = arguments
+        return run([*(argument for argument in single if argument is not None), *tensors])[0]
+
+    return call
+
+
+def _package(module, arguments, sizes, signature, log):
+    """Load the ahead-of-time package of a module, building it if there is none that fits."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "river-llm"
     path = folder / f"{_key(signature)}.pt2"
     if path.exists():
@@ -174,18 +213,16 @@ def _package(layer, arguments, signature, log):
             return _load(path)
         except Exception:  # damaged, whatever PyTorch says of it: build it again
             path.unlink()
-    log("compiling a decoder layer, once for this shape of model", False)
+    log("compiling for this shape of model, once", False)
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            varies = torch.export.Dim.DYNAMIC
-            sizes = (None, {0: varies}, None, None, None, {2: varies}, {2: varies}, [None] * len(arguments[-1]))
-            exported = torch.export.export(_DecodeStep(layer), arguments, dynamic_shapes=sizes)
-            built = torch._inductor.aoti_compile_and_package(exported, package_path=f"{scratch}/layer.pt2")
+            exported = torch.export.export(module, arguments, dynamic_shapes=sizes)
+            built = torch._inductor.aoti_compile_and_package(exported, package_path=f"{scratch}/step.pt2")
             with complete_or_absent(path) as temporary:
                 shutil.copyfile(built, temporary)
-        log(f"compiled a decoder layer and saved it as {path}", True)
+        log(f"compiled for this shape of model and saved as {path}", True)
         return _load(path)
     except RiverError:
         raise

@@ -27,6 +27,15 @@ FAMILIES = {
         "max_position_embeddings": 262144,
         "num_key_value_heads": 8,
         "head_dim": 128,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
     },
     "phi3": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
     "qwen2": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
@@ -89,6 +98,20 @@ class ModelConfig:
     eos_token_ids: frozenset
 
     @property
+    def context(self):
+        """The longest sequence that the model is made for.
+
+        Configs with yarn or dynamic scaling may keep the length from before the scaling.
+        """
+        if self.rope.rope_type == "yarn":
+            stretched = self.rope.number("factor") * self.rope.number("original_max_position_embeddings")
+        elif self.rope.rope_type == "dynamic":
+            stretched = self.rope.number("factor") * self.max_position_embeddings
+        else:
+            stretched = 0
+        return max(self.max_position_embeddings, int(stretched))
+
+    @property
     def q_size(self):
         """Width of all query heads together; need not equal `hidden_size`."""
         return self.n_heads * self.head_dim
@@ -142,6 +165,12 @@ def load_config(folder):
 
 def parse_config(values, path="config.json", eos_token_ids=frozenset()):
     """Turn the dict of a config.json into a `ModelConfig`; `path` is for error messages."""
+    quantization = values.get("quantization_config") or {}
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if method not in (None, "fp8"):
+        raise RiverError(
+            f"{path}: the checkpoint is quantised already ({method}); take one in bfloat16 or FP8, its river is made here"
+        )
     nested = values.get("model_type") == MULTIMODAL
     if nested:
         values = values.get("text_config")
@@ -155,7 +184,7 @@ def parse_config(values, path="config.json", eos_token_ids=frozenset()):
     # A null means the same as an absent key, except for the window.
     read = _Reader({**FAMILIES[family], **_without_nulls(values, keep=("sliding_window",))}, path)
     activation = read.get("hidden_act", str, "silu")
-    if activation != "silu":
+    if activation not in ("silu", "swish"):  # two names of one function
         read.fail("hidden_act", activation, "only 'silu' is implemented")
 
     hidden_size = read.get("hidden_size", int)
@@ -170,8 +199,8 @@ def parse_config(values, path="config.json", eos_token_ids=frozenset()):
     if n_layers > 10_000:
         read.fail("num_hidden_layers", n_layers, "no model has so many")
     attention_bias = family in ("llama", "qwen3") and read.get("attention_bias", bool, False)
-    # Where the text model is part of a larger one, an absent key leaves the answer to the tensors.
-    tied = None if nested and "tie_word_embeddings" not in values else read.get("tie_word_embeddings", bool, False)
+    # Where the text model is part of a larger one, the two configs contradict each other: the tensors decide.
+    tied = None if nested else read.get("tie_word_embeddings", bool, False)
 
     return ModelConfig(
         model_type=family,
@@ -198,6 +227,8 @@ def parse_config(values, path="config.json", eos_token_ids=frozenset()):
 
 def _windows(read, family, n_layers):
     """The sliding window of each layer, None where it sees everything before it."""
+    if family == "llama":  # whose class has no window, whatever a converted config has kept
+        return (None,) * n_layers
     window = read.get("sliding_window", int) if read.values.get("sliding_window") is not None else None
     if family not in ("qwen2", "qwen3"):
         return (window,) * n_layers
@@ -209,7 +240,7 @@ def _windows(read, family, n_layers):
         if not isinstance(layer_types, list) or len(layer_types) != n_layers or not set(layer_types) <= set(kinds):
             read.fail("layer_types", layer_types, f"should be {n_layers} of {', '.join(kinds)}")
         return tuple(kinds[kind] for kind in layer_types)
-    full_layers = read.get("max_window_layers", int)
+    full_layers = read.get("max_window_layers", int) if read.values["max_window_layers"] != 0 else 0
     return (None,) * min(full_layers, n_layers) + (window,) * max(0, n_layers - full_layers)
 
 
@@ -218,6 +249,10 @@ def _rope_config(read, family, head_dim):
     scaling = read.values.get("rope_scaling") or read.values.get("rope_parameters") or {}
     if not isinstance(scaling, dict):
         read.fail("rope_scaling", scaling, "should be an object")
+    if any(isinstance(value, dict) for value in scaling.values()):
+        read.fail("rope_parameters", scaling, "a rotary embedding for each kind of layer is not implemented")
+    if family != "ministral3":
+        scaling = {key: value for key, value in scaling.items() if key != "llama_4_scaling_beta"}
     nested = _Reader({**read.values, **_without_nulls(scaling)}, read.path)
     rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
     if family == "phi3" and rope_type in ("su", "yarn"):

@@ -18,7 +18,7 @@ from .linear import QuantLinear, layout_for, pack
 from .quantize import check_settings, quantize
 
 LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-FILE_VERSION = 1
+FILE_VERSION = 2
 
 
 def load_river(model, folder, quantizer="hqq", group_size=64, log=lambda line, done: None):
@@ -37,59 +37,68 @@ def load_river(model, folder, quantizer="hqq", group_size=64, log=lambda line, d
     Raises:
         RiverError: the quantiser is unknown, or a weight cannot be quantised.
     """
+    linears = {f"layers.{layer.index}.{name}": getattr(layer, name) for layer in model.layers for name in LINEARS}
+    twins = _load_quantized("river", linears, model, folder, quantizer, group_size, log)
+    return [
+        dataclasses.replace(layer, **{name: twins[f"layers.{layer.index}.{name}"] for name in LINEARS})
+        for layer in model.layers
+    ]
+
+
+def load_quantized_head(model, folder, quantizer="hqq", group_size=64, log=lambda line, done: None):
+    """Return the LM head of `model` in 4 bits, kept beside the checkpoint as the river is.
+
+    The paper leaves the head at full precision; where the vocabulary is large and the model small it is
+    most of what a token reads.
+    """
+    return _load_quantized("head", {"lm_head": model.lm_head}, model, folder, quantizer, group_size, log)["lm_head"]
+
+
+def _load_quantized(what, linears, model, folder, quantizer, group_size, log):
+    """The 4-bit twins of `linears`, a dict of name to `Linear`: from their file, or built and saved."""
     check_settings(quantizer, group_size)
     device = model.device.type
     dtype = str(model.dtype).removeprefix("torch.")
-    path = Path(folder) / f"river-{quantizer}-g{group_size}-{device}-{dtype}.safetensors"
+    path = Path(folder) / f"{what}-{quantizer}-g{group_size}-{device}-{dtype}.safetensors"
     identity = _identity(folder, quantizer, group_size, device, dtype)
-    stored = _stored_tensors(path, identity)
-    if stored:
-        return [_exit_layer(layer, stored, group_size) for layer in model.layers]
+    tensors = _stored_tensors(path, identity)
+    if tensors:
+        return {name: _twin(name, linear, tensors, group_size) for name, linear in linears.items()}
 
-    tensors, river = {}, []
-    for layer in model.layers:
-        log(f"building the exit river ({quantizer}, group {group_size}): layer {layer.index + 1}/{len(model.layers)}",
-            False)
-        tensors.update(_quantize_layer(layer, quantizer, group_size))
-        river.append(_exit_layer(layer, tensors, group_size))
+    tensors = {}
+    for number, (name, linear) in enumerate(linears.items(), 1):
+        log(f"building the 4-bit {what} ({quantizer}, group {group_size}): {name}, {number}/{len(linears)}", False)
+        tensors.update(_quantize(name, linear, quantizer, group_size))
     try:
         save_safetensors(path, tensors, {"river": identity, "tensors": str(len(tensors))})
-        log(f"built the exit river and saved it as {path}", True)
+        log(f"built the 4-bit {what} and saved it as {path}", True)
     except RiverError as error:
-        log(f"built the exit river, but it will be built again next time: {error}", True)
-    return river
+        log(f"built the 4-bit {what}, but it will be built again next time: {error}", True)
+    return {name: _twin(name, linear, tensors, group_size) for name, linear in linears.items()}
 
 
-def _quantize_layer(layer, quantizer, group_size):
-    """The packed tensors of one layer's twin, by their names in the river file."""
-    tensors = {}
-    for name in LINEARS:
-        # Row groups are independent, so q, k and v can be quantised as the one matrix they are used as.
-        weight = torch.cat(getattr(layer, name).weights)
-        layout = layout_for(weight.shape, group_size, weight.dtype, weight.device)
-        try:
-            packed = pack(quantize(weight, quantizer, group_size), layout, weight.device)
-        except RiverError as error:
-            raise RiverError(f"layer {layer.index}, {name}: {error}") from error
-        tensors |= {f"layers.{layer.index}.{name}.{key}": tensor for key, tensor in packed.items()}
-    return tensors
+def _quantize(name, linear, quantizer, group_size):
+    """The packed tensors of one linear's twin, by their names in the file."""
+    # Row groups are independent, so q, k and v can be quantised as the one matrix they are used as.
+    weight = torch.cat(linear.weights)
+    layout = layout_for(weight.shape, group_size, weight.dtype, weight.device)
+    try:
+        packed = pack(quantize(weight, quantizer, group_size), layout, weight.device)
+    except RiverError as error:
+        raise RiverError(f"{name}: {error}") from error
+    return {f"{name}.{key}": tensor for key, tensor in packed.items()}
 
 
-def _exit_layer(layer, tensors, group_size):
-    """The backbone `layer` with its linears replaced by those that `tensors` holds."""
-    exits = {}
-    for name in LINEARS:
-        linear = getattr(layer, name)
-        shape = linear.shape
-        dtype, device = linear.weights[0].dtype, linear.weights[0].device
-        prefix = f"layers.{layer.index}.{name}."
-        own = {key.removeprefix(prefix): t.to(device) for key, t in tensors.items() if key.startswith(prefix)}
-        exits[name] = QuantLinear(own, layout_for(shape, group_size, dtype, device), shape, group_size, linear.bias)
-    return dataclasses.replace(layer, **exits)
+def _twin(name, linear, tensors, group_size):
+    """The `QuantLinear` for a `Linear`, from the tensors of its file."""
+    weight = linear.weights[0]
+    own = {key.removeprefix(f"{name}."): t.to(weight.device) for key, t in tensors.items() if key.startswith(f"{name}.")}
+    layout = layout_for(linear.shape, group_size, weight.dtype, weight.device)
+    return QuantLinear(own, layout, linear.shape, group_size, linear.bias)
 
 
 def _identity(folder, quantizer, group_size, device, dtype):
-    """All that the contents of a river file depend on, as one string.
+    """All that the contents of a quantised file depend on, as one string.
 
     Checkpoint files are told apart by size and time of change: hashing them would read every byte of
     the backbone at each start. A copy with other times costs one rebuild, never a wrong river.
@@ -110,7 +119,7 @@ def _identity(folder, quantizer, group_size, device, dtype):
 
 
 def _stored_tensors(path, identity):
-    """The tensors of the river file, or None if there is none or it is not the one we need."""
+    """The tensors of a quantised file, or None if there is none or it is not the one we need."""
     try:
         file = SafetensorsFile(path)
         if file.metadata.get("river") != identity or file.metadata.get("tensors") != str(len(file.names())):

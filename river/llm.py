@@ -16,11 +16,12 @@ from pathlib import Path
 import torch
 
 from .checkpoint import load_model
-from .compile import compile_layers
+from .compile import compile_layers, compile_model
 from .controller import make_exit_rule
 from .decode import Decoder, generate
 from .errors import RiverError
-from .exits import load_river
+from .exits import load_quantized_head, load_river
+from .offload import offload_layers
 from .quantize import check_settings
 from .sampling import Sampler
 from .tokenizer import load_tokenizer
@@ -61,7 +62,9 @@ def load(
     quantizer="hqq",
     group_size=64,
     chat_format=None,
+    quantize_head=False,
     compile=False,
+    offload=None,
     log=lambda line, done: None,
 ):
     """Load a checkpoint folder with its tokenizer and its exit river (built at the first time).
@@ -72,7 +75,9 @@ def load(
         dtype: of weights and activations: "bfloat16", "float16" or "float32".
         quantizer, group_size: of the river, see quantize.py.
         chat_format: a name of chat.py, or None to detect it from the checkpoint.
+        quantize_head: the LM head in 4 bits too, for backbone and river alike.
         compile: decode through compiled layers, see compile.py.
+        offload: keep only so many backbone layers in fast memory, see offload.py; None keeps all.
         log: called with (line, done) about slow work.
 
     Raises:
@@ -90,14 +95,14 @@ def load(
         raise RiverError(f"dtype {dtype!r} is not known; known are {', '.join(DTYPES)}")
     model = load_model(folder, DTYPES[dtype], device)
     tokenizer = load_tokenizer(folder, chat_format)
-    if tokenizer.n_vocab > model.config.vocab_size:
-        raise RiverError(
-            f"{folder}: the tokenizer has {tokenizer.n_vocab} tokens but the model only "
-            f"{model.config.vocab_size}: they are not from the same checkpoint"
-        )
     river = load_river(model, folder, quantizer, group_size, log)
+    if quantize_head:
+        model.lm_head = load_quantized_head(model, folder, quantizer, group_size, log)
     if compile:
-        model.layers, river = (compile_layers(model, layers, log) for layers in (model.layers, river))
+        river = compile_layers(model, river, log)
+        model = compile_model(model, log)
+    if offload is not None:
+        model.layers = offload_layers(model.layers, offload)
     return RiverLLM(model, river, tokenizer)
 
 
@@ -168,7 +173,11 @@ class Generation:
         self.llm, self.prompt_ids, self.settings = llm, prompt_ids, settings
         self.used = used = decoder.length if decoder else 0  # cache slots before the prompt
         longest = used + max(len(ids) for ids in prompt_ids)
-        context = llm.config.max_position_embeddings
+        highest, vocab_size = max(max(ids) for ids in prompt_ids), llm.config.vocab_size
+        if highest >= vocab_size:  # some tokenizers have a few more tokens than the model, which are not used
+            raise RiverError(f"the prompt has the token {highest}, but the model knows {vocab_size}: is the "
+                             "tokenizer from the same checkpoint?")
+        context = llm.config.context
         if longest > context:
             with_cache = " with the conversation so far" if used else ""
             raise RiverError(f"the prompt has {longest} tokens{with_cache}, but the model's context is {context}")

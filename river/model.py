@@ -7,6 +7,7 @@ not know how far the sequence has come: positions are handed in by the decode lo
 Shapes: B batch, T tokens of this step, S positions visible so far, D hidden, H heads, K kv heads.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -139,9 +140,22 @@ class DecoderLayer:
     @property
     def nbytes(self):
         """Bytes of weights that one token reads on its way through."""
-        linears = (self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj)
-        norms = (self.input_layernorm, self.post_attention_layernorm)
-        return sum(linear.nbytes for linear in linears) + sum(norm.weight.nbytes for norm in norms)
+        return sum(tensor.nbytes for tensor in self.tensor_list())
+
+    def parts(self):
+        """What holds this layer's tensors, norms and linears: a list of (field name, part)."""
+        fields = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return [(name, part) for name, part in fields if hasattr(part, "tensor_list")]
+
+    def tensor_list(self):
+        """All its tensors, in a fixed order."""
+        return [tensor for _, part in self.parts() for tensor in part.tensor_list()]
+
+    def with_tensors(self, tensors):
+        """The same layer over other tensors, as many and in the order of `tensor_list`."""
+        rest = iter(tensors)
+        replaced = {name: part.with_tensors([next(rest) for _ in part.tensor_list()]) for name, part in self.parts()}
+        return dataclasses.replace(self, **replaced)
 
 
 @dataclass

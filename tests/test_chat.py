@@ -117,6 +117,45 @@ def test_formats_without_a_fixture_look_as_their_templates_do(
     assert tokenizer.chat_prompt(messages) == tokenizer.encode(prompt, specials=True)
 
 
+LOOKALIKES = {
+    "a thought opens the answer": "{{ '<|im_start|>' + message.role + '\\n' }}{{ '<|im_start|>assistant\\n<think>\\n' }}",
+    "a BOS before ChatML": "{{bos_token}}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] }}",
+    "the system text is no turn": "{{ system_message }}{{ '<|im_start|>user\\n' + content + '<|im_end|>\\n' }}",
+    "no end of turn after the user": "{{ '<|user|>\\n' + message['content'] + '\\n' }}{{ '<|assistant|>\\n' + eos_token }}",
+    "one instruction of all messages": "{{ bos_token + '<|start_header_id|>user<|end_header_id|>' }}{{ '<|eot_id|>' }}",
+    "a default system text": "{{ '<|start_header_id|>system<|end_header_id|>Be good<|eot_id|>' }}"
+    "{{ '<|start_header_id|>' + message['role'] }}",
+    "a system text that is computed": "{% set default_system_message = 'It is ' + now() %}[SYSTEM_PROMPT] [INST]",
+}
+
+
+@pytest.mark.parametrize("template", LOOKALIKES.values(), ids=LOOKALIKES)
+def test_templates_that_only_resemble_a_known_one_are_unknown(template):
+    """Each has the markers of a format and another prompt; a near miss would be answered without a word."""
+    assert chat.detect(template, {"[INST]"}) is None
+
+
+@pytest.mark.parametrize(
+    "template, system",
+    [
+        (r"{{- '<|im_start|>system\nPut it in \\boxed{}, don\'t forget.<|im_end|>\n' }}", "Put it in \\boxed{}, don't forget."),
+        ("{{ '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}", None),
+    ],
+)
+def test_chatml_takes_the_templates_own_system_text(template, system):
+    assert chat.make_format("chatml", template).system == system
+
+
+def test_ministral_takes_the_templates_own_system_text():
+    """Ministral 3's template has a long one; without it the model answers another prompt than it was made for."""
+    template = """{%- set default_system_message = 'You\\'re M.\\n' + "Today is " + today + '.' -%}[SYSTEM_PROMPT][INST]"""
+    system = chat.make_format("ministral3", template).system
+    assert system.startswith("You're M.\nToday is 20") and system.endswith(".")
+    parts = chat.make_format("ministral3", template).prompt(USER)
+    assert parts[:4] == ["<s>", "[SYSTEM_PROMPT]", system, "[/SYSTEM_PROMPT]"]
+    assert chat.make_format("ministral3", "[SYSTEM_PROMPT][INST]").prompt(USER)[1] == "[INST]"
+
+
 CONTINUED = [(folder, None) for folder in FORMAT_OF] + [
     ("llama3_like", LLAMA31),
     ("tekken_like", MISTRAL3),

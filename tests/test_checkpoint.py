@@ -206,6 +206,20 @@ def test_the_text_model_of_a_multimodal_checkpoint_under_both_layouts(family_fol
     assert torch.equal(weights_of(load_model(folder)), weights_of(load_model(newer)))
 
 
+def test_a_tensor_under_two_names_is_refused(family_folder, tmp_path):
+    folder = shutil.copytree(family_folder("ministral3_nested"), tmp_path / "twice")
+    extra = {"model.norm.weight": torch.zeros(64)}
+    save_safetensors(folder / "extra.safetensors", extra)
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        content = json.loads(index.read_text())
+        content["weight_map"] |= dict.fromkeys(extra, "extra.safetensors")
+        index.write_text(json.dumps(content))
+    else:
+        save_safetensors(folder / "model.safetensors", read_tensors(folder) | extra)
+    fails(folder, "model.norm.weight", "twice")
+
+
 def test_an_untold_tie_is_told_by_the_tensors(family_folder, tmp_path):
     """mistral3's outer tie_word_embeddings says true for models that ship a head."""
     for label, ship_head in (("with", True), ("without", False)):

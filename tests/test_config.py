@@ -6,6 +6,7 @@ from river.config import load_config, parse_config
 from river.errors import RiverError
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -64,7 +65,9 @@ def test_rope_under_the_old_key_and_the_newer_one():
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "attention_factor": "x"}}, ("attention_factor", "'x'")),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "mscale": "x", "mscale_all_dim": 1}}, ("mscale", "'x'")),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}, "rope_theta": 1}, ("yarn", "rope_theta", "1.0")),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "llama_4_scaling_beta": "x"}}, ("scaling_beta", "'x'")),
+        ({"model_type": "ministral3", "rope_scaling": {**YARN, "llama_4_scaling_beta": "x"}}, ("scaling_beta", "'x'")),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ("rope_parameters", "each kind of layer")),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ("quantised", "gptq")),
         ({"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0] * 8}}, ("longrope", "short_factor", "8")),
         ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 7 + [0]}}, ("longrope", "short_factor")),
         ({"rope_theta": 0}, ("rope_theta", "0")),
@@ -96,6 +99,7 @@ def test_a_missing_window_is_the_familys_and_a_null_one_is_none():
     assert config(model_type="mistral", sliding_window=None).windows == (None,) * 4
     assert config(model_type="mistral").windows == (4096,) * 4
     assert config(model_type="llama").windows == (None,) * 4
+    assert config(model_type="llama", sliding_window=64).windows == (None,) * 4, "kept by a conversion, never used"
 
 
 @pytest.mark.parametrize("family", ("qwen2", "qwen3"))
@@ -103,6 +107,7 @@ def test_qwen_slides_only_where_it_is_told_to(family):
     assert config(model_type=family, sliding_window=64).windows == (None,) * 4
     sliding = {"model_type": family, "sliding_window": 64, "use_sliding_window": True}
     assert config(**sliding).windows == (None,) * 4, "28 full layers come first"
+    assert config(**sliding, max_window_layers=0).windows == (64,) * 4
     assert config(**sliding, max_window_layers=1).windows == (None, 64, 64, 64)
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
     assert config(**sliding, layer_types=kinds).windows == (64, None, 64, None)
@@ -131,12 +136,27 @@ def test_biases_and_norms_of_each_family():
 def test_the_text_model_of_a_multimodal_checkpoint():
     text = {**TINY, "model_type": "ministral3", "eos_token_id": [2, 5]}
     c = parse_config({"model_type": "mistral3", "text_config": text, "tie_word_embeddings": False})
-    assert c.model_type == "ministral3" and c.tie_word_embeddings is True and c.eos_token_ids == {2, 5}
-    del text["tie_word_embeddings"]
-    c = parse_config({"model_type": "mistral3", "text_config": text, "tie_word_embeddings": True})
-    assert c.tie_word_embeddings is None, "the outer key is not to be trusted: the tensors decide"
+    assert c.model_type == "ministral3" and c.eos_token_ids == {2, 5}
+    assert c.tie_word_embeddings is None, "the two configs contradict each other: the tensors decide"
     with pytest.raises(RiverError, match="text_config"):
         parse_config({"model_type": "mistral3"})
+
+
+def test_ministral_has_a_rotary_default_and_a_query_scaling_of_its_own():
+    bare = config(model_type="ministral3", rope_theta=...).rope
+    assert (bare.rope_type, bare.theta, bare.number("factor")) == ("yarn", 1e6, 16.0)
+    assert bare.number("llama_4_scaling_beta") == 0.1
+    other = config(rope_scaling={**YARN, "llama_4_scaling_beta": 0.1}).rope
+    assert "llama_4_scaling_beta" not in other.scaling, "other families' classes never look at it"
+
+
+def test_the_context_counts_what_a_scaling_adds():
+    """Qwen2.5 says how to turn yarn on: with the maximum left as it was."""
+    assert config().context == 512
+    assert config(rope_scaling=YARN).context == 2048
+    assert config(rope_scaling={**YARN, "original_max_position_embeddings": 128}).context == 512
+    assert config(rope_scaling={"rope_type": "dynamic", "factor": 2.0}).context == 1024
+    assert config(rope_scaling={"rope_type": "linear", "factor": 2.0}).context == 512
 
 
 def test_partial_rotary_counts_only_where_transformers_lets_it():

@@ -337,11 +337,18 @@ def test_what_is_broken_or_not_implemented_is_named(tmp_path, message):
         load_tokenizer(changed_copy(tmp_path, folder, change))
 
 
+def test_the_first_tekken_files_leave_their_special_tokens_out(tmp_path):
+    """Mistral Nemo's: what its ranks stand for is part of Mistral's code."""
+    tokenizer = load_tokenizer(changed_copy(tmp_path, "tekken_like", setting("special_tokens", None), "tekken.json"))
+    assert [tokenizer.special_id(name) for name in ("<unk>", "<s>", "</s>", "[INST]", "[/INST]")] == [0, 1, 2, 3, 4]
+    assert tokenizer.chat_format == "mistral-v3"
+
+
 @pytest.mark.parametrize(
     "message, change",
     [
         ("default_vocab_size should be", setting("config", "default_vocab_size", "many")),
-        ("special_tokens should be", setting("special_tokens", None)),
+        ("special_tokens should be", setting("special_tokens", 7)),
         ("is not base64", setting("vocab", 300, {"rank": 300, "token_bytes": "?"})),
         ("a byte has no rank", setting("vocab", 5, {"rank": 5, "token_bytes": "AAAA"})),
         ("special_tokens has the rank 100", setting("special_tokens", 0, "rank", 100)),

@@ -1,0 +1,322 @@
+"""How fast and how large: `python -m river.bench [MODEL]`, or `--shape llama-3.2-1b` without any weights.
+
+Backbone, full 4-bit and River decode the same prompt, one after the other in every round (A B C A B C
+...), so that a machine that slows down slows all of them; each number is the median over the rounds.
+The last line is one JSON object.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from .compile import compile_layers, compile_model
+from .config import parse_config
+from .controller import FixedDepth, Similarity
+from .decode import Decoder
+from .errors import RiverError
+from .linear import Linear, QuantLinear, layout_for
+from .llm import RiverLLM, load
+from .model import DecoderLayer, Llama, RMSNorm
+
+DEFAULT_MODEL = Path(__file__).resolve().parents[1] / "weights" / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
+LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 500000.0}
+SHAPES = {
+    "llama-3.2-1b": {
+        **LLAMA, "num_hidden_layers": 16, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 64, "intermediate_size": 8192, "vocab_size": 128256, "tie_word_embeddings": True,
+    },
+    "llama-3.1-8b": {
+        **LLAMA, "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False,
+    },
+    "phi-4-mini": {
+        **LLAMA, "num_hidden_layers": 32, "hidden_size": 3072, "num_attention_heads": 24, "num_key_value_heads": 8,
+        "intermediate_size": 8192, "vocab_size": 200064, "tie_word_embeddings": True,
+    },
+    "ministral-3-8b": {
+        **LLAMA, "num_hidden_layers": 34, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "intermediate_size": 14336, "vocab_size": 131072, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+DISTINCT_BYTES = 2 << 30  # of random layers; a larger shape repeats them, far beyond any processor's cache
+
+
+def main(argv=None):
+    args = parse_arguments(argv)
+    try:
+        if args.peak:
+            print(peak_resident(load_model(args), args.peak, args))
+        elif args.memory:
+            print_memory(args)
+        else:
+            run(args)
+    except RiverError as error:
+        print(f"river.bench: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parse_arguments(argv):
+    parser = argparse.ArgumentParser(prog="python -m river.bench", description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="a checkpoint folder (default: the default model)")
+    parser.add_argument("--shape", choices=SHAPES, help="random weights of that shape instead; fixed depths only")
+    parser.add_argument("--tau", type=float, action="append", help="may repeat (default: 0.5 and 0.9)")
+    parser.add_argument("--exit-layer", type=int, action="append", default=[], metavar="N", help="may repeat")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=64, help="decode steps a round")
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--prefill", help="exit, backbone or river")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--quantize-head", action="store_true")
+    parser.add_argument("--offload", type=int, metavar="N", help="keep only the first N backbone layers resident")
+    parser.add_argument("--peer", choices=("transformers",), help="the same checkpoint in its bfloat16, if installed")
+    parser.add_argument("--memory", action="store_true", help="memory of the named shapes at 64k positions, by arithmetic")
+    parser.add_argument("--peak", metavar="SETTING", help=argparse.SUPPRESS)  # one setting, in a process of its own
+    return parser.parse_args(argv)
+
+
+def load_model(args):
+    if args.shape:
+        return random_llm(SHAPES[args.shape], args.compile, args.device, log)
+    return load(
+        args.model,
+        device=args.device,
+        quantize_head=args.quantize_head,
+        compile=args.compile,
+        offload=args.offload,
+        log=log,
+    )
+
+
+def log(line, done):
+    if done:
+        print(line, file=sys.stderr)
+
+
+def exit_rules(args, n_layers):
+    """The settings to compare: name to exit rule."""
+    depths = args.exit_layer or ([4] if args.shape else [])
+    taus = [] if args.shape else args.tau or [0.5, 0.9]
+    rules = {"backbone": FixedDepth(n_layers), "full 4-bit": FixedDepth(0)}
+    rules |= {f"River tau {tau}": Similarity(tau) for tau in taus}
+    return rules | {f"River depth {depth}": FixedDepth(depth) for depth in depths}
+
+
+def run(args):
+    """Measure, print the table, and print it again as JSON."""
+    busy = os.getloadavg()[0]
+    if busy > 0.5:
+        print(f"warning: something else uses the processor (load {busy:.1f}): expect noise", file=sys.stderr)
+    llm = load_model(args)
+    rules = exit_rules(args, llm.config.n_layers)
+    prompt = torch.randint(100, 1000, (args.prompt_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+    peer = transformers_peer(args.model) if args.peer else None
+    results = {name: [] for name in [*rules, *(["transformers"] if peer else [])]}
+    bandwidths = []
+    for number in range(args.rounds + 1):
+        bandwidths.append(memory_bandwidth(llm.model.device))
+        for name, rule in rules.items():
+            results[name].append(measure(llm, rule, prompt, args))
+        if peer:
+            results["transformers"].append(peer(prompt, args.tokens))
+        if number == 0:  # warm-up: pages are read and kernels chosen
+            bandwidths.clear()
+            for rounds in results.values():
+                rounds.clear()
+    table = summarise(results, statistics.median(bandwidths))
+    for name in rules:
+        table[name]["peak_mb"] = measure_peak(args, name)
+    print_table(table)
+    head = "4-bit head" if args.quantize_head else "bfloat16 head"
+    print(f"{args.shape or args.model}, {'compiled' if args.compile else 'eager'}, {head}, {torch.get_num_threads()} threads, "
+          f"{llm.model.device}, memory reads {statistics.median(bandwidths):.1f} GB/s, {args.rounds} rounds of {args.tokens} tokens")
+    print(json.dumps({"model": str(args.shape or args.model), "compile": args.compile, "quantize_head": args.quantize_head,
+                      "threads": torch.get_num_threads(), "torch": torch.__version__,
+                      "bandwidth_gb_s": statistics.median(bandwidths), "settings": table}))
+
+
+def measure(llm, rule, prompt, args):
+    """One round of one setting: a dict of seconds to the first token, seconds a step, depth and bytes."""
+    decoder = Decoder(llm.model, llm.river, rule, args.prefill, max_len=len(prompt) + args.tokens + 1)
+    started = time.perf_counter()
+    token = decoder.prefill([prompt])[0].argmax(-1)
+    token.item()
+    first = time.perf_counter()
+    depths = []
+    for _ in range(args.tokens):
+        logits, depth = decoder.decode_one_token(token)
+        token = logits.argmax(-1)
+        token.item()
+        depths.append(depth)
+    seconds = (time.perf_counter() - first) / args.tokens
+    nbytes = statistics.mean(llm.step_nbytes(depth) for depth in depths)
+    return {"ttft_s": first - started, "step_s": seconds, "depth": statistics.mean(depths), "nbytes": nbytes}
+
+
+def transformers_peer(folder):
+    """A function like `measure` over the same checkpoint in transformers' eager bfloat16."""
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise RiverError("transformers is not installed: pip install transformers, or leave out --peer") from error
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+
+    @torch.inference_mode()
+    def measure_peer(prompt, tokens):
+        started = time.perf_counter()
+        out = model(torch.tensor([prompt]), use_cache=True)
+        token = out.logits[:, -1:].argmax(-1)
+        first = time.perf_counter()
+        for _ in range(tokens):
+            out = model(token, past_key_values=out.past_key_values, use_cache=True)
+            token = out.logits[:, -1:].argmax(-1)
+        seconds = (time.perf_counter() - first) / tokens
+        return {"ttft_s": first - started, "step_s": seconds, "depth": None, "nbytes": None}
+
+    return measure_peer
+
+
+def memory_bandwidth(device):
+    """GB/s at which this machine reads a large tensor."""
+    data = torch.ones(1 << 26, device=device)  # 256 MB
+    best = float("inf")
+    for _ in range(3):
+        started = time.perf_counter()
+        data.sum().item()
+        best = min(best, time.perf_counter() - started)
+    return data.nbytes / best / 1e9
+
+
+def summarise(results, bandwidth):
+    """Medians over the rounds, and ratios of medians: setting name to a dict of columns."""
+    step = {name: statistics.median(r["step_s"] for r in rounds) for name, rounds in results.items()}
+    table = {}
+    for name, rounds in results.items():
+        steps = sorted(r["step_s"] for r in rounds)
+        nbytes = rounds[0]["nbytes"]
+        table[name] = {
+            "tokens_per_s": 1 / step[name],
+            "slowest": 1 / steps[-1],
+            "fastest": 1 / steps[0],
+            "to_backbone": step["backbone"] / step[name],
+            "to_full_4_bit": step["full 4-bit"] / step[name],
+            "layers": rounds[0]["depth"],
+            "ttft_ms": 1e3 * statistics.median(r["ttft_s"] for r in rounds),
+            "gb_per_s": nbytes and nbytes / step[name] / 1e9,
+            "of_bandwidth": nbytes and nbytes / step[name] / 1e9 / bandwidth,
+        }
+    return table
+
+
+def print_table(table):
+    columns = {
+        "tokens_per_s": ("tokens/s", "{:.1f}"), "slowest": ("slowest", "{:.1f}"), "fastest": ("fastest", "{:.1f}"),
+        "to_backbone": ("x backbone", "{:.2f}"), "to_full_4_bit": ("x full 4-bit", "{:.2f}"),
+        "layers": ("layers", "{:.1f}"), "ttft_ms": ("first, ms", "{:.0f}"), "gb_per_s": ("GB/s", "{:.1f}"),
+        "of_bandwidth": ("of memory", "{:.0%}"), "peak_mb": ("peak MB", "{:.0f}"),
+    }  # fmt: skip
+    print("| setting | " + " | ".join(title for title, _ in columns.values()) + " |")
+    print("| --- |" + " ---: |" * len(columns))
+    for name, row in table.items():
+        cells = ["" if row.get(key) is None else form.format(row[key]) for key, (_, form) in columns.items()]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+def measure_peak(args, name):
+    """Peak resident megabytes of one setting after 256 tokens, in a process of its own."""
+    command = [sys.executable, "-m", "river.bench", str(args.model), "--peak", name, "--device", args.device]
+    command += ["--shape", args.shape] if args.shape else []
+    command += ["--prefill", args.prefill] if args.prefill else []
+    command += ["--offload", str(args.offload)] if args.offload is not None else []
+    command += [f"--{flag.replace('_', '-')}" for flag in ("compile", "quantize_head") if getattr(args, flag)]
+    command += [word for tau in args.tau or [] for word in ("--tau", str(tau))]
+    command += [word for depth in args.exit_layer for word in ("--exit-layer", str(depth))]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).resolve().parents[1])
+    return float(result.stdout.split()[-1]) if result.returncode == 0 else None
+
+
+def peak_resident(llm, name, args):
+    """Decode 256 tokens with the setting of that name; returns this process's peak resident megabytes."""
+    args.tokens = 256
+    measure(llm, exit_rules(args, llm.config.n_layers)[name], list(range(100, 100 + args.prompt_tokens)), args)
+    status = Path("/proc/self/status").read_text()  # the peak of rusage would begin with the parent's
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
+
+
+def random_llm(values, compile, device, log):
+    """A `RiverLLM` without tokenizer, of the shape in `values` (as in config.json), with random weights."""
+    config = parse_config(values)
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    D, q, kv, ff = config.hidden_size, config.q_size, config.kv_size, config.intermediate_size
+    shapes = {"qkv_proj": (q + 2 * kv, D), "o_proj": (D, q), "gate_up_proj": (2 * ff, D), "down_proj": (D, ff)}
+
+    def draw(*shape):
+        # A strip of noise, repeated: what matters is that the bytes are there to be read.
+        strip = torch.randn(min(shape[0], 64), *shape[1:]) * shape[-1] ** -0.5
+        return strip.repeat(-(-shape[0] // len(strip)), *[1] * (len(shape) - 1))[: shape[0]].to(device, torch.bfloat16)
+
+    def quantized(shape):
+        layout = layout_for(shape, 64, torch.bfloat16, device)
+        # Only the sizes matter here, and those are the kernel's: half a byte a weight, a pair a group.
+        tensors = {"packed": torch.randint(0, 256, (shape[0], shape[1] // 2), dtype=torch.uint8, device=device)}
+        tensors["scales_and_zeros"] = torch.rand(shape[1] // 64, shape[0], 2, device=device).bfloat16() * 1e-3
+        return QuantLinear(tensors, layout, shape, 64)
+
+    norm = RMSNorm(torch.ones(D, dtype=torch.bfloat16, device=device), config.rms_norm_eps)
+    layer_bytes = 2 * sum(rows * columns for rows, columns in shapes.values())
+    distinct = min(config.n_layers, max(2, DISTINCT_BYTES // layer_bytes))
+    sets = [
+        ({name: Linear([draw(*shape)]) for name, shape in shapes.items()},
+         {name: quantized(shape) for name, shape in shapes.items()})
+        for _ in range(distinct)
+    ]  # fmt: skip
+
+    def layers(which):
+        return [
+            DecoderLayer(
+                index=index,
+                n_heads=config.n_heads,
+                n_kv_heads=config.n_kv_heads,
+                head_dim=config.head_dim,
+                input_layernorm=norm,
+                post_attention_layernorm=norm,
+                **sets[index % distinct][which],
+            )
+            for index in range(config.n_layers)
+        ]
+
+    embedding = draw(config.vocab_size, D)
+    model = Llama(config, embedding, layers(0), norm, Linear([embedding]))
+    river = layers(1)
+    if compile:
+        river, model = compile_layers(model, river, log), compile_model(model, log)
+    return RiverLLM(model, river, None)
+
+
+def print_memory(args, positions=65536, resident_layers=4):
+    """Gigabytes that each shape needs with a full cache, without allocating any."""
+    print(f"GB (10^9 bytes) at {positions} positions, bfloat16 cache; River keeps {resident_layers} backbone layers")
+    print("| shape | embedding and head | layers, bf16 | layers, 4-bit | cache | backbone | full 4-bit | River | to full 4-bit |")
+    print("| --- |" + " ---: |" * 8)
+    for name in [args.shape] if args.shape else SHAPES:
+        c = parse_config(SHAPES[name])
+        weights = c.hidden_size * (2 * c.q_size + 2 * c.kv_size + 3 * c.intermediate_size)  # of one layer's linears
+        head = 2 * c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
+        cache = 2 * 2 * c.n_layers * c.kv_size * positions
+        full, four = 2 * weights * c.n_layers, (0.5 + 4 / 64) * weights * c.n_layers
+        quantized = head + four + cache
+        river = quantized + 2 * weights * resident_layers
+        numbers = [head, full, four, cache, head + full + cache, quantized, river]
+        print(f"| {name} | " + " | ".join(f"{n / 1e9:.2f}" for n in numbers) + f" | {river / quantized:.2f} |")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
