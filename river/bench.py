@@ -145,7 +145,9 @@ def run(args):
 
 def measure(llm, rule, prompt, args):
     """One round of one setting: a dict of seconds to the first token, seconds a step, depth and bytes."""
-    decoder = Decoder(llm.model, llm.river, rule, args.prefill, max_len=len(prompt) + args.tokens + 1)
+    # Full quantisation has no backbone, for the prompt either.
+    prefill = "river" if rule == FixedDepth(0) else args.prefill
+    decoder = Decoder(llm.model, llm.river, rule, prefill, max_len=len(prompt) + args.tokens + 1)
     started = time.perf_counter()
     token = decoder.prefill([prompt])[0].argmax(-1)
     token.item()

@@ -193,7 +193,7 @@ def _of_positions(positions):
 
 def _compile(module, arguments, sizes, signature, log):
     """Compile a module for calls like the one with `arguments`; `sizes` tells which of their sizes vary."""
-    if arguments[0].device.type != "cpu":
+    if not _is_cpu(arguments[0]):
         return torch.compile(module, dynamic=True)
     run = _package(module, arguments, sizes, signature, log)
 
@@ -202,6 +202,10 @@ def _compile(module, arguments, sizes, signature, log):
         return run([*(argument for argument in single if argument is not None), *tensors])[0]
 
     return call
+
+
+def _is_cpu(tensor):
+    return tensor.device.type == "cpu"
 
 
 def _package(module, arguments, sizes, signature, log):

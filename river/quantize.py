@@ -30,11 +30,8 @@ class Quantized:
     def dequantize(self):
         """The weight that the codes stand for, float32 [N, K]."""
         width = self.codes.shape[1]
-        scales, zeros = (
-            t.float().repeat_interleave(min(self.group_size, width), dim=1)[:, :width]
-            for t in (self.scales, self.zeros)
-        )
-        return (self.codes - zeros) * scales
+        group = torch.arange(width, device=self.codes.device) // min(self.group_size, width)
+        return (self.codes - self.zeros.float()[:, group]) * self.scales.float()[:, group]
 
 
 def quantize(weight, quantizer="hqq", group_size=64):

@@ -21,8 +21,19 @@ FIXTURES = Path(__file__).parent / "fixtures"
 FAMILIES = FIXTURES / "families"
 
 
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="run the slow tests too")
+
+
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: needs the default model's weights, the network, or more than seconds")
+    config.addinivalue_line("markers", "slow: needs the default model's weights, the network, or many seconds")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--slow"):
+        for item in items:
+            if "slow" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="slow: run it with --slow"))
 
 
 def _recipe_module():

@@ -1,0 +1,70 @@
+"""The benchmark: that it runs, compares what it says, and does its arithmetic right. Its numbers are no test."""
+
+import json
+
+import pytest
+from conftest import write_tiny_checkpoint
+from river import bench
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("bench") / "tiny")
+
+
+def test_a_table_and_one_json_line(folder, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "memory_bandwidth", lambda device: 10.0)
+    args = [str(folder), "--rounds", "2", "--tokens", "3", "--prompt-tokens", "5", "--tau", "0.1", "--exit-layer", "3"]
+    assert bench.main(args) == 0
+    lines = capsys.readouterr().out.splitlines()
+    result = json.loads(lines[-1])["settings"]
+    assert list(result) == ["backbone", "full 4-bit", "River tau 0.1", "River depth 3"]
+    assert [row["layers"] for name, row in result.items() if "tau" not in name] == [4, 0, 3]
+    assert result["backbone"]["to_backbone"] == result["full 4-bit"]["to_full_4_bit"] == 1
+    for name, row in result.items():
+        assert row["slowest"] <= row["tokens_per_s"] <= row["fastest"]
+        assert row["to_backbone"] == pytest.approx(row["tokens_per_s"] / result["backbone"]["tokens_per_s"])
+        assert row["of_bandwidth"] == pytest.approx(row["gb_per_s"] / 10)
+        assert row["peak_mb"] > 100, name
+        assert any(line.startswith(f"| {name} |") for line in lines)
+
+
+def test_rounds_are_interleaved(folder, monkeypatch):
+    """A A A B B B would charge a machine that slows down to B."""
+    order = []
+    monkeypatch.setattr(bench, "measure", lambda llm, rule, prompt, args: order.append(str(rule)) or dict.fromkeys(
+        ("ttft_s", "step_s", "depth", "nbytes"), 1.0))
+    monkeypatch.setattr(bench, "measure_peak", lambda args, name: None)
+    monkeypatch.setattr(bench, "memory_bandwidth", lambda device: 10.0)
+    bench.main([str(folder), "--rounds", "2", "--tau", "0.5"])
+    assert order == order[:3] * 3 and len(set(order)) == 3
+
+
+def test_random_weights_of_a_shape_read_the_bytes_of_that_shape(monkeypatch):
+    tiny = {**bench.SHAPES["llama-3.2-1b"], "num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 256,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 512}
+    llm = bench.random_llm(tiny, False, "cpu", lambda line, done: None)
+    weights = 128 * (2 * 128 + 2 * 64 + 3 * 256)
+    norms = 2 * 128 * 2
+    head = 512 * 128 * 2 + 128 * 2
+    assert llm.step_nbytes(3) == 3 * (2 * weights + norms) + head
+    assert llm.step_nbytes(0) == 3 * (weights // 2 + weights // 64 * 4 + norms) + head
+    from river.controller import FixedDepth
+    from river.decode import Decoder
+
+    logits, _ = Decoder(llm.model, llm.river, FixedDepth(1), max_len=8).prefill([[1, 2, 3]])
+    assert logits.shape == (1, 512) and logits.isfinite().all()
+
+
+def test_memory_by_arithmetic(capsys):
+    """Llama-3.1-8B at 64K: the paper's backbone is 22.96 GiB, and so many bytes are 24.65 GB."""
+    assert bench.main(["--memory", "--shape", "llama-3.1-8b"]) == 0
+    row = capsys.readouterr().out.splitlines()[-1].split("|")
+    assert float(row[6]) == pytest.approx(22.96 * 2**30 / 1e9, rel=0.01)
+    parameters = 8.03e9
+    assert (float(row[2]) + float(row[3])) * 1e9 == pytest.approx(2 * parameters, rel=0.01)
+
+
+def test_a_checkpoint_that_is_none_is_one_line(tmp_path, capsys):
+    assert bench.main([str(tmp_path)]) == 2
+    assert "config.json" in capsys.readouterr().err

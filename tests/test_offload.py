@@ -1,0 +1,78 @@
+"""Offloading: less memory, and not one bit of difference."""
+
+import os
+
+import pytest
+import torch
+from conftest import write_tiny_checkpoint
+from river.checkpoint import load_model
+from river.controller import FixedDepth
+from river.decode import Decoder
+from river.errors import RiverError
+from river.exits import load_river
+from river.offload import HostLayer, ReleasedLayer, offload_layers
+
+linux_only = pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="needs Linux")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_checkpoint(
+        tmp_path_factory.mktemp("offload") / "wide", hidden_size=256, intermediate_size=1024, num_attention_heads=8
+    )
+
+
+def logits(model, river, depth):
+    decoder = Decoder(model, river, FixedDepth(depth), "exit", max_len=32)
+    rows = [decoder.prefill([[3, 9, 27, 81]])[0]]
+    return torch.cat(rows + [decoder.decode_one_token(torch.tensor([token]))[0] for token in (5, 6, 7)])
+
+
+def resident_kb(folder):
+    """Kilobytes of the checkpoint's file that are in this process's memory."""
+    total, ours = 0, False
+    with open("/proc/self/smaps") as maps:
+        for line in maps:
+            if "-" in line.split()[0]:
+                ours = str(folder / "model.safetensors") in line
+            elif ours and line.startswith("Rss:"):
+                total += int(line.split()[1])
+    return total
+
+
+@linux_only
+def test_a_cpu_layer_gives_its_pages_back_and_changes_no_bit(folder):
+    model = load_model(folder)
+    river = load_river(model, folder)
+    want = [logits(model, river, depth) for depth in range(5)]
+    everything = resident_kb(folder)
+    model.layers = offload_layers(model.layers, 1)
+    assert [isinstance(layer, ReleasedLayer) for layer in model.layers] == [False, True, True, True]
+    for depth in range(5):
+        assert torch.equal(logits(model, river, depth), want[depth])
+    layer_kb = model.layers[1].nbytes / 1024
+    assert resident_kb(folder) < everything - 2.5 * layer_kb
+
+
+@linux_only
+def test_weights_that_are_not_mapped_are_never_given_back(folder):
+    """Memory that no file stands behind comes back as zeros: the model would be lost."""
+    model = load_model(folder, torch.float32)
+    with pytest.raises(RiverError, match="dtype"):
+        offload_layers(model.layers, 1)
+
+
+def test_a_host_layer_changes_no_bit(folder, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    model = load_model(folder)
+    river = load_river(model, folder)
+    want = logits(model, river, 3)
+    model.layers = model.layers[:1] + [HostLayer(layer) for layer in model.layers[1:]]
+    assert torch.equal(logits(model, river, 3), want)
+
+
+def test_nothing_to_offload_and_nonsense(folder):
+    layers = load_model(folder).layers
+    assert offload_layers(layers, 4) == layers and offload_layers(layers, 99) == layers
+    with pytest.raises(RiverError, match="-1"):
+        offload_layers(layers, -1)
