@@ -27,33 +27,34 @@ class Parser(argparse.ArgumentParser):
 def parse_arguments(argv=None):
     parser = Parser(
         usage="generate.py [--prompt TEXT] [options]",
-        description="Generate text; each token may leave the backbone early. Without --prompt: a chat.",
+        description="Generate text; each token may leave the backbone early. Without --prompt, a chat.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28, width=110),
         allow_abbrev=False,
     )
     add = parser.add_argument_group("what to generate").add_argument
     add("--prompt", action="append", metavar="TEXT", help="may repeat: a batch; '-' reads standard input")
     add("--raw", action="store_true", help="complete the text as it stands instead of answering it")
     add("--system", metavar="TEXT", help="system text of the chat")
-    add("--max-new-tokens", type=int, default=256, metavar="N")
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="(default: 256)")
     add = parser.add_argument_group("the model").add_argument
-    add("--model", default=DEFAULT_MODEL, metavar="DIR_OR_ORG/NAME", help="a folder, or a model to download")
-    add("--device", default="auto", help="cpu, cuda, ... (default: cuda if there is one)")
-    add("--dtype", default="bfloat16", help="bfloat16 (default), float16 or float32; the int4 kernels take bfloat16 only, others are slow")
-    add("--compile", action="store_true", help="compile the layers for decoding (once; needs a C++ compiler)")
+    add("--model", default=DEFAULT_MODEL, metavar="MODEL", help="a folder, or ORG/NAME to download")
+    add("--device", default="auto", metavar="NAME", help="cpu, cuda, ... (default: cuda if there is one)")
+    add("--dtype", default="bfloat16", metavar="NAME", help="bfloat16 (default); float16, float32: slow, no int4 kernel")
+    add("--compile", action="store_true", help="compile the layers for decoding, once; needs a C++ compiler")
     add("--offload", type=int, metavar="N", help="keep only the first N backbone layers in fast memory")
-    add("--chat-format", metavar="NAME", help="instead of the one that the checkpoint's template tells")
+    add("--chat-format", metavar="NAME", help="instead of what the checkpoint's template tells")
     add = parser.add_argument_group("the river").add_argument
-    add("--tau", type=float, default=0.5, help="leave when the similarity is above this; 1 never leaves (0.5)")
-    add("--exit-layer", type=int, metavar="N", help="leave after N layers instead: 0 river alone, L backbone alone")
-    add("--prefill", help="how the prompt runs: exit, backbone or river (default: backbone on a CPU, else exit)")
-    add("--quantizer", default="hqq", help="hqq or rtn (default: hqq)")
-    add("--group-size", type=int, default=64, metavar="N", help="weights that share a scale: 64 (default), 32, 128 or 256; others are slow")
+    add("--tau", type=float, default=0.5, help="leave above this similarity (default: 0.5); 1 never leaves")
+    add("--exit-layer", type=int, metavar="N", help="leave after N layers instead: 0 river, L backbone alone")
+    add("--prefill", metavar="MODE", help="exit, backbone or river (default: backbone on a CPU, else exit)")
+    add("--quantizer", default="hqq", metavar="NAME", help="hqq (default) or rtn")
+    add("--group-size", type=int, default=64, metavar="N", help="64 (default), 32, 128 or 256; others are slow")
     add("--quantize-head", action="store_true", help="the LM head in 4 bits too (the paper leaves it as it is)")
     add = parser.add_argument_group("sampling").add_argument
-    add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    add("--top-k", type=int, metavar="K")
-    add("--top-p", type=float, metavar="P")
-    add("--seed", type=int)
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
+    add("--top-p", type=float, metavar="P", help="sample from the most likely tokens that sum to P")
+    add("--seed", type=int, metavar="N", help="make sampling repeatable")
     add = parser.add_argument_group("output").add_argument
     add("--show-exits", action="store_true", help="mark each token with the depth at which it left")
     add("--json", action="store_true", help="print one JSON object instead of the text")

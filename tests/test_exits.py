@@ -172,7 +172,7 @@ def test_weights_that_are_not_finite_are_refused(tiny_folder):
     tensors = read_tensors(tiny_folder)
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
     save_safetensors(tiny_folder / "model.safetensors", tensors)
-    with pytest.raises(RiverError, match="layer 1, gate_up_proj.*not finite"):
+    with pytest.raises(RiverError, match="layers.1.gate_up_proj.*not finite"):
         load_again(tiny_folder)
     assert not river_files(tiny_folder)
 
