@@ -12,6 +12,7 @@ devices a program is torch.compile's.
 
 import dataclasses
 import hashlib
+import itertools
 import os
 import platform
 import shutil
@@ -179,16 +180,20 @@ def _program(model, layer, signature, log):
     hidden = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=model.device)
     cache = KVCache(model.config, 1, 128, model.dtype, model.device)
     positions = Positions.at(model.rope, 99, 100, 100, model.dtype)
-    arguments = (hidden, *_of_positions(positions), *cache.layer(0), layer.tensor_list())
+    slots = torch.empty(positions.end, device=model.device)
+    place = (slots, positions.cos, positions.sin, positions.query_scale)
+    arguments = (hidden, *place, *cache.layer(0), layer.tensor_list())
     varies = torch.export.Dim.DYNAMIC
     sizes = (None, {0: varies}, None, None, None, {2: varies}, {2: varies}, [None] * len(arguments[-1]))
     run = _compile(_DecodeStep(layer), arguments, sizes, signature, log)
-    return lambda h, positions, k, v, tensors: run(h, *_of_positions(positions), k, v, tensors)
 
+    def program(h, positions, k, v, tensors):
+        nonlocal slots
+        if positions.end > len(slots):
+            slots = torch.empty(2 * positions.end, device=h.device)
+        return run(h, slots[: positions.end], positions.cos, positions.sin, positions.query_scale, k, v, tensors)
 
-def _of_positions(positions):
-    slots = positions.cos.new_empty(1).expand(positions.end)
-    return slots, positions.cos, positions.sin, positions.query_scale
+    return program
 
 
 def _compile(module, arguments, sizes, signature, log):
@@ -196,10 +201,10 @@ def _compile(module, arguments, sizes, signature, log):
     if not _is_cpu(arguments[0]):
         return torch.compile(module, dynamic=True)
     run = _package(module, arguments, sizes, signature, log)
+    given = [argument is not None for argument in arguments[:-1]]
 
-    def call(*arguments):  # a package takes its tensors as one flat list
-        *single, tensors = arguments
-        return run([*(argument for argument in single if argument is not None), *tensors])[0]
+    def call(*arguments):  # a package takes its tensors as one flat list, and no None
+        return run([*itertools.compress(arguments, given), *arguments[-1]])[0]
 
     return call
 
