@@ -46,6 +46,8 @@ def parse_arguments(argv=None):
     add = parser.add_argument_group("the river").add_argument
     add("--tau", type=float, default=0.5, help="leave above this similarity (default: 0.5); 1 never leaves")
     add("--exit-layer", type=int, metavar="N", help="leave after N layers instead: 0 river, L backbone alone")
+    add("--exit-rule", default="similarity", metavar="NAME", help="similarity (default), confidence, margin, entropy, oracle")
+    add("--kv", default="share", metavar="NAME", help="share (the river), recompute, propagate, mask or monotonic")
     add("--prefill", metavar="MODE", help="exit, backbone or river (default: backbone on a CPU, else exit)")
     add("--quantizer", default="hqq", metavar="NAME", help="hqq (default) or rtn")
     add("--group-size", type=int, default=64, metavar="N", help="64 (default), 32, 128 or 256; others are slow")

@@ -159,7 +159,7 @@ def measure(llm, rule, prompt, args):
         token.item()
         depths.append(depth)
     seconds = (time.perf_counter() - first) / args.tokens
-    nbytes = statistics.mean(llm.step_nbytes(depth) for depth in depths)
+    nbytes = statistics.mean(llm.step_nbytes(depth, decoder.kv) for depth in depths)
     return {"ttft_s": first - started, "step_s": seconds, "depth": statistics.mean(depths), "nbytes": nbytes}
 
 

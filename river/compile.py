@@ -101,7 +101,7 @@ class CompiledLayer:
         self.tensors = layer.tensor_list()
 
     def __call__(self, h, positions, cache):
-        one_token = h.shape[0] == h.shape[1] == 1 and positions.padding is None
+        one_token = h.shape[0] == h.shape[1] == 1 and positions.padding is None and positions.missing is None
         # The program knows no window that has begun to slide, and was traced with a slot to spare.
         if one_token and 2 <= positions.end < cache.max_len and not positions.first_visible(self.layer.window):
             return self.program(h, positions, *cache.layer(self.layer.index), self.tensors)

@@ -2,7 +2,7 @@
 
 A rule is asked before each backbone layer and answers for all the tokens of the step together,
 since a batch (and, in prefill, a prompt) leaves at one common depth. To add a rule, write a class
-with the method `leaves`.
+with the method `leaves` and name it in `make_exit_rule`.
 """
 
 import math
@@ -25,11 +25,11 @@ def similarity(h_in, h):
     return [min(ab / math.sqrt(aa * bb), 1.0) if aa * bb > 0 else math.nan for ab, aa, bb in zip(*sums)]
 
 
-@dataclass
-class Similarity:
-    """River-LLM's rule: leave when the least similarity among the tokens is above `tau`."""
+class ExitRule:
+    """What every rule inherits: `leaves` is all that a new one has to write."""
 
-    tau: float = 0.5
+    def begin(self, decoder, h, positions):
+        """Called with the embedded tokens [B, T, D] before a step; for rules that look ahead."""
 
     def leaves(self, depth, h_in, h):
         """Leave after `depth` backbone layers?
@@ -37,13 +37,23 @@ class Similarity:
         Args:
             depth: backbone layers run so far, 0 .. L-1.
             h_in: hidden states [N, D] before the last of them; None at depth 0.
-            h: hidden states [N, D] after it.
+            h: hidden states [N, D] after it, of the N tokens that decide together.
         """
+        raise NotImplementedError
+
+
+@dataclass
+class Similarity(ExitRule):
+    """River-LLM's rule: leave when the least similarity among the tokens is above `tau`."""
+
+    tau: float = 0.5
+
+    def leaves(self, depth, h_in, h):
         return depth > 0 and self.tau < 1 and all(s > self.tau for s in similarity(h_in, h))
 
 
 @dataclass
-class FixedDepth:
+class FixedDepth(ExitRule):
     """Leave after exactly `exit_layer` backbone layers; 0 is the river alone, L the backbone alone."""
 
     exit_layer: int
@@ -52,21 +62,87 @@ class FixedDepth:
         return depth >= self.exit_layer
 
 
-class Never:
+class Never(ExitRule):
     """Stay on the backbone."""
 
     def leaves(self, depth, h_in, h):
         return False
 
 
-def make_exit_rule(n_layers, tau=0.5, exit_layer=None):
-    """The rule for the settings of a run: `exit_layer` if given, else similarity with `tau`.
+@dataclass
+class Confidence(ExitRule):
+    """CALM, EE-LLM: leave when the head, applied early, gives every token's best word more than `tau`."""
+
+    tau: float
+    logits: object  # the model's: hidden states [..., D] to logits [..., vocab]
+
+    def leaves(self, depth, h_in, h):
+        return depth > 0 and self.tau < 1 and bool((self.score(self.logits(h).softmax(-1)) > self.tau).all())
+
+    def score(self, probabilities):
+        """How sure the head is of each token: [N] for probabilities [N, vocab]."""
+        return probabilities.amax(-1)
+
+
+class Margin(Confidence):
+    """CALM's other measure: the best word's probability less the second best's."""
+
+    def score(self, probabilities):
+        best, second = probabilities.topk(2).values.unbind(-1)
+        return best - second
+
+
+class Entropy(Confidence):
+    """BranchyNet: leave when the entropy is low; as a share of the greatest possible, and turned round, so
+    that a higher tau is stricter here too."""
+
+    def score(self, probabilities):
+        entropy = -(probabilities * probabilities.clamp(min=1e-30).log()).sum(-1)
+        return 1 - entropy / math.log(probabilities.shape[-1])
+
+
+class Oracle(ExitRule):
+    """The earliest depth from which the river gives the backbone's own next token: what no rule can know.
+
+    For analysis, of one sequence, in decoding: it runs the backbone ahead, and the river from every depth. All
+    of it writes the slots of this step's position, and the step itself writes them last.
+    """
+
+    def begin(self, decoder, h, positions):
+        self.decoder, self.positions = decoder, positions
+        self.target = self.next_token(h, decoder.model.layers)
+
+    def leaves(self, depth, h_in, h):
+        return self.next_token(h[None], self.decoder.river[depth:]) == self.target
+
+    def next_token(self, h, layers):
+        for layer in layers:
+            h = self.decoder.run(layer, h, self.positions)
+        return int(self.decoder.model.logits(h[:, -1:]).argmax())
+
+
+EXIT_RULES = ("similarity", "confidence", "margin", "entropy", "fixed", "never", "oracle")
+
+
+def make_exit_rule(name, model, tau=0.5, exit_layer=None):
+    """The rule of that name, for a `Llama`; `exit_layer`, if given, is a fixed depth whatever the name.
 
     Raises:
-        RiverError: exit_layer is not a whole number from 0 to n_layers.
+        RiverError: an unknown name, or an exit_layer that is missing or no whole number from 0 to n_layers.
     """
-    if exit_layer is not None:
+    n_layers = model.config.n_layers
+    if exit_layer is not None or name == "fixed":
         if type(exit_layer) is not int or not 0 <= exit_layer <= n_layers:
             raise RiverError(f"exit layer {exit_layer} is out of range: this model has 0 to {n_layers}")
         return FixedDepth(exit_layer)
-    return Similarity(tau)
+    rules = {
+        "similarity": lambda: Similarity(tau),
+        "confidence": lambda: Confidence(tau, model.logits),
+        "margin": lambda: Margin(tau, model.logits),
+        "entropy": lambda: Entropy(tau, model.logits),
+        "never": Never,
+        "oracle": Oracle,
+    }
+    if name not in rules:
+        raise RiverError(f"exit rule {name!r} is not known; known are {', '.join(EXIT_RULES)}")
+    return rules[name]()

@@ -13,6 +13,7 @@ from .cache import KVCache
 from .controller import FixedDepth, Never
 from .errors import RiverError
 from .model import Positions
+from .strategies import make_strategy
 
 PREFILL_MODES = ("exit", "backbone", "river")
 # The paper's prefill is "exit". On a CPU the int4 kernel is slower than a full-precision product from
@@ -32,10 +33,15 @@ class Decoder:
             K and V for the prompt), "river", or None for the device's default.
         batch: sequences that advance together.
         max_len: positions to make room for.
+        kv: what becomes of the layers that a token left out, a name of strategies.py.
     """
 
-    def __init__(self, model, river, exit_rule, prefill=None, batch=1, max_len=512):
+    def __init__(self, model, river, exit_rule, prefill=None, batch=1, max_len=512, kv="share"):
         self.model, self.river = model, river
+        if kv != "share":
+            prefill = prefill or "backbone"
+            if prefill == "river":
+                raise RiverError(f"--prefill river needs --kv share: {kv!r} has no river")
         self.prefill_mode = DEFAULT_PREFILL.get(model.device.type, "exit") if prefill is None else prefill
         if self.prefill_mode not in PREFILL_MODES:
             raise RiverError(f"prefill {prefill!r} is not known; known are {', '.join(PREFILL_MODES)}")
@@ -45,6 +51,7 @@ class Decoder:
         self.length = 0  # cache slots filled so far
         self.tokens = torch.empty((batch, 0), dtype=torch.int64, device=model.device)  # what fills them
         self.padding = None  # int64 [B]: how many of them are padding, or None
+        self.kv_name, self.kv = kv, make_strategy(kv, self)
 
     def descend(self, h, positions, rule, deciding):
         """Take hidden states through all L layers: the paper's algorithm.
@@ -58,20 +65,21 @@ class Decoder:
         Returns:
             (h, exit_layer): hidden states after layer L, and the backbone layers run, 0 .. L.
         """
-        backbone, river = self.model.layers, self.river
+        backbone, kv = self.model.layers, self.kv
 
         def leaves(depth, h_in, h):
-            return rule.leaves(depth, _select(h_in, deciding), _select(h, deciding))
+            asked = kv.may_leave(depth) and rule.leaves(depth, _select(h_in, deciding), _select(h, deciding))
+            return asked or kv.must_leave(depth)
 
+        rule.begin(self, h, positions)
         exit_layer, h_in = 0, None
         while exit_layer < len(backbone) and not leaves(exit_layer, h_in, h):
-            h_in, h = h, self._run(backbone[exit_layer], h, positions)  # writes K, V of this layer's slots
+            h_in, h = h, kv.run(backbone[exit_layer], h, positions)  # writes K, V of this layer's slots
             exit_layer += 1
-        for layer in river[exit_layer:]:
-            h = self._run(layer, h, positions)  # writes the slots of the layers that were left out
+        h = kv.finish(h, exit_layer, positions)  # down the river: writes the slots of the layers left out
         return h, exit_layer
 
-    def _run(self, layer, h, positions):
+    def run(self, layer, h, positions):
         """One layer over a step: all its chunks, in order, before the next layer begins."""
         if len(positions) == 1:
             return layer(h, positions[0], self.cache)
@@ -92,18 +100,24 @@ class Decoder:
         if self.length and rope.variant(end) != rope.variant(self.length):
             # The keys in the cache were turned by other frequencies than these tokens will be.
             earlier, self.tokens, self.length = self.tokens, self.tokens[:, :0], 0
+            self.kv = make_strategy(self.kv_name, self)
             self._append(earlier, self.prefill_rule, self._not_padding(earlier), end)
         return self._append(tokens, rule, deciding, end)
 
     def _append(self, tokens, rule, deciding, final_length):
-        model, start, end = self.model, self.length, self.length + tokens.shape[1]
-        positions = [
-            Positions.at(model.rope, first, min(first + CHUNK, end), final_length, model.dtype, self.padding)
-            for first in range(start, end, CHUNK)
-        ]
-        h, exit_layer = self.descend(model.embed(tokens), positions, rule, deciding)
+        end = self.length + tokens.shape[1]
+        positions = self.positions(self.length, end, final_length)
+        h, exit_layer = self.descend(self.model.embed(tokens), positions, rule, deciding)
         self.tokens, self.length = torch.cat((self.tokens, tokens), dim=1), end
         return h, exit_layer
+
+    def positions(self, start, end, final_length=None):
+        """`Positions` of the slots start .. end-1, in chunks, for sequences that will be `final_length` (end) long."""
+        model = self.model
+        return [
+            Positions.at(model.rope, first, min(first + CHUNK, end), final_length or end, model.dtype, self.padding)
+            for first in range(start, end, CHUNK)
+        ]
 
     def _not_padding(self, tokens):
         """Which of the first tokens [B, T] of the sequences are real: bool [B, T], or None for all."""

@@ -40,6 +40,15 @@ class Linear:
         """Bytes that one token reads."""
         return sum(tensor.nbytes for tensor in self.tensor_list())
 
+    def rows_from(self, first):
+        """The linear of the outputs from `first` on, over the same memory."""
+        weights, skip = [], first
+        for weight in self.weights:
+            if skip < len(weight):
+                weights.append(weight[skip:])
+            skip = max(0, skip - len(weight))
+        return Linear(weights, None if self.bias is None else self.bias[first:])
+
     def tensor_list(self):
         """All its tensors; `with_tensors` takes as many."""
         return [*self.weights, *([] if self.bias is None else [self.bias])]

@@ -34,7 +34,9 @@ class Settings:
     """How to generate; see `generate.py --help` for each."""
 
     max_new_tokens: int = 256
+    exit_rule: str = "similarity"
     tau: float = 0.5
+    kv: str = "share"
     exit_layer: int | None = None
     prefill: str | None = None  # the device's default
     temperature: float = 0.0
@@ -145,13 +147,16 @@ class RiverLLM:
 
     def decoder(self, settings, batch, max_len):
         """A `Decoder` with an empty cache for these `Settings`."""
-        rule = make_exit_rule(self.config.n_layers, settings.tau, settings.exit_layer)
-        return Decoder(self.model, self.river, rule, settings.prefill, batch, max_len)
+        rule = make_exit_rule(settings.exit_rule, self.model, settings.tau, settings.exit_layer)
+        prefill = settings.prefill or ("backbone" if settings.exit_rule == "oracle" else None)
+        if settings.exit_rule == "oracle" and (batch > 1 or prefill == "exit" or settings.kv != "share"):
+            raise RiverError("the oracle is for one prompt, with --kv share and not --prefill exit")
+        return Decoder(self.model, self.river, rule, prefill, batch, max_len, settings.kv)
 
-    def step_nbytes(self, exit_layer):
-        """Bytes of weights that a decode step reads when it leaves after `exit_layer` backbone layers."""
-        layers = self.model.layers[:exit_layer] + self.river[exit_layer:]
-        return sum(layer.nbytes for layer in layers) + self.model.norm.weight.nbytes + self.model.lm_head.nbytes
+    def step_nbytes(self, exit_layer, kv):
+        """Bytes of weights that a decode step reads when it leaves after `exit_layer` layers, under a strategy."""
+        backbone = sum(layer.nbytes for layer in self.model.layers[:exit_layer])
+        return backbone + kv.nbytes(exit_layer) + self.model.norm.weight.nbytes + self.model.lm_head.nbytes
 
 
 class Generation:
@@ -255,7 +260,7 @@ class Generation:
         if not self.exit_layers:
             return None
         depths = Counter(self.exit_layers)
-        return sum(self.llm.step_nbytes(d) * n for d, n in depths.items()) / len(self.exit_layers)
+        return sum(self.llm.step_nbytes(d, self.decoder.kv) * n for d, n in depths.items()) / len(self.exit_layers)
 
 
 class Chat:

@@ -8,6 +8,7 @@ Shapes: B batch, T tokens of this step, S positions visible so far, D hidden, H 
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +54,7 @@ class Positions:
     sin: torch.Tensor
     query_scale: torch.Tensor | None  # [B or 1, 1, T, 1], or None
     padding: torch.Tensor | None  # int64 [B], or None if no row is padded
+    missing: torch.Tensor | None = None  # bool [end], slots that nothing was written to, or None for none
 
     @classmethod
     def at(cls, rope, start, end, length, dtype, padding=None):
@@ -71,13 +73,15 @@ class Positions:
 
         The T rows stand there `repeats` times, once for each query head that shares a kv head.
         """
-        if self.end - self.start == 1 and self.padding is None:
+        if self.end - self.start == 1 and self.padding is None and self.missing is None:
             return None
         keys = torch.arange(self.first_visible(window), self.end, device=self.cos.device)
         queries = torch.arange(self.start, self.end, device=self.cos.device).repeat(repeats)[:, None]
         visible = keys <= queries
         if window is not None:
             visible &= keys > queries - window
+        if self.missing is not None:
+            visible &= ~self.missing[keys]
         if self.padding is not None:
             # A padding query sees itself, since a softmax over nothing would be NaN, which spreads.
             visible = visible & (keys >= self.padding[:, None, None]) | (keys == queries)
@@ -136,6 +140,23 @@ class DecoderLayer:
     def feed_forward(self, x):
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # (B, T, intermediate) each
         return self.down_proj(F.silu(gate) * up)
+
+    def write_keys_values(self, h, positions, cache):
+        """Write the K and V that this layer would write if `h` [B, T, D] were its input; returns `h` as it is."""
+        B, T, _ = h.shape
+        kv = self.kv_proj(self.input_layernorm(h)).view(B, T, 2 * self.n_kv_heads, self.head_dim).transpose(1, 2)
+        k, v = kv.chunk(2, dim=1)
+        if self.k_norm:
+            k = self.k_norm(k)
+        k_cache, v_cache = cache.layer(self.index)
+        k_cache[:, :, positions.start : positions.end] = rotate(k, positions.cos, positions.sin)
+        v_cache[:, :, positions.start : positions.end] = v
+        return h
+
+    @functools.cached_property
+    def kv_proj(self):
+        """The rows of `qkv_proj` that give K and V."""
+        return self.qkv_proj.rows_from(self.n_heads * self.head_dim)
 
     @property
     def nbytes(self):

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from river.cache import KVCache
-from river.controller import FixedDepth, Never, Similarity, make_exit_rule, similarity
+from river.controller import ExitRule, FixedDepth, Never, Similarity, make_exit_rule, similarity
 from river.decode import Decoder, generate
 from river.errors import RiverError
 from river.exits import load_river
@@ -22,7 +22,7 @@ def river(tiny_model, tmp_path_factory):
     return load_river(tiny_model, folder)
 
 
-class Scripted:
+class Scripted(ExitRule):
     """Leaves at the given depths, one after the other; what a chance rule would do, made repeatable."""
 
     def __init__(self, depths):
@@ -260,12 +260,16 @@ def test_two_thresholds_give_two_histograms(tiny_model, river):
     assert sum(low) < sum(high)
 
 
-def test_make_exit_rule():
-    assert make_exit_rule(L) == Similarity(0.5)
-    assert make_exit_rule(L, exit_layer=0) == FixedDepth(0)
+def test_make_exit_rule(tiny_model):
+    assert make_exit_rule("similarity", tiny_model) == Similarity(0.5)
+    assert make_exit_rule("similarity", tiny_model, exit_layer=0) == FixedDepth(0)
+    assert make_exit_rule("fixed", tiny_model, exit_layer=2) == FixedDepth(2)
+    for bad in ({"name": "hunch"}, {"name": "fixed"}):
+        with pytest.raises(RiverError):
+            make_exit_rule(model=tiny_model, **bad)
     for bad in ({"exit_layer": -1}, {"exit_layer": L + 1}, {"exit_layer": 2.5}, {"exit_layer": True}):
         with pytest.raises(RiverError):
-            make_exit_rule(L, **bad)
+            make_exit_rule("similarity", tiny_model, **bad)
 
 
 def test_generate_stops_at_stop_tokens_and_at_the_limit(tiny_model, river):

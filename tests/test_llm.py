@@ -61,7 +61,8 @@ def test_statistics_of_almost_nothing(llm, n):
 
 
 def test_a_deeper_exit_reads_more_bytes(llm):
-    sizes = [llm.step_nbytes(depth) for depth in range(5)]
+    kv = llm.decoder(river_package.Settings(), 1, 8).kv
+    sizes = [llm.step_nbytes(depth, kv) for depth in range(5)]
     assert sizes == sorted(sizes) and sizes[0] < sizes[4]
 
 
