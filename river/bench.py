@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 
-from .compile import compile_layers, compile_model
+from .compile import compile_model
 from .config import parse_config
-from .controller import FixedDepth, Similarity
+from .controller import FixedDepth, make_exit_rule
 from .decode import Decoder
 from .errors import RiverError
 from .linear import Linear, QuantLinear, layout_for
-from .llm import RiverLLM, load
+from .llm import RiverLLM, Settings, load
 from .model import DecoderLayer, Llama, RMSNorm
 
 DEFAULT_MODEL = Path(__file__).resolve().parents[1] / "weights" / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
@@ -80,7 +80,12 @@ def parse_arguments(argv):
     parser.add_argument("--peer", choices=("transformers",), help="the same checkpoint in its bfloat16, if installed")
     parser.add_argument("--memory", action="store_true", help="memory of the named shapes at 64k positions, by arithmetic")
     parser.add_argument("--peak", metavar="SETTING", help=argparse.SUPPRESS)  # one setting, in a process of its own
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if min(args.rounds, args.tokens, args.prompt_tokens) < 1:
+        parser.error("--rounds, --tokens and --prompt-tokens should be 1 or above")
+    if args.shape and (args.quantize_head or args.peer or args.tau or args.offload is not None):
+        parser.error("--shape has random weights: no --tau, --quantize-head, --offload or --peer")
+    return args
 
 
 def load_model(args):
@@ -101,13 +106,18 @@ def log(line, done):
         print(line, file=sys.stderr)
 
 
-def exit_rules(args, n_layers):
+def exit_rules(args, model):
     """The settings to compare: name to exit rule."""
+    n_layers = model.config.n_layers
     depths = args.exit_layer or ([4] if args.shape else [])
     taus = [] if args.shape else args.tau or [0.5, 0.9]
-    rules = {"backbone": FixedDepth(n_layers), "full 4-bit": FixedDepth(0)}
-    rules |= {f"River tau {tau}": Similarity(tau) for tau in taus}
-    return rules | {f"River depth {depth}": FixedDepth(depth) for depth in depths}
+    settings = {"backbone": Settings(exit_layer=n_layers), "full 4-bit": Settings(exit_layer=0)}
+    settings |= {f"River tau {tau}": Settings(tau=tau) for tau in taus}
+    settings |= {f"River depth {depth}": Settings(exit_layer=depth) for depth in depths}
+    return {
+        name: make_exit_rule(setting.exit_rule, model, setting.tau, setting.exit_layer)
+        for name, setting in settings.items()
+    }
 
 
 def run(args):
@@ -116,8 +126,11 @@ def run(args):
     if busy > 0.5:
         print(f"warning: something else uses the processor (load {busy:.1f}): expect noise", file=sys.stderr)
     llm = load_model(args)
-    rules = exit_rules(args, llm.config.n_layers)
-    prompt = torch.randint(100, 1000, (args.prompt_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+    rules = exit_rules(args, llm.model)
+    highest = min(1000, llm.config.vocab_size)
+    prompt = torch.randint(highest // 2, highest, (args.prompt_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+    if args.prompt_tokens + args.tokens > llm.config.context:
+        raise RiverError(f"--prompt-tokens and --tokens exceed the model's context, {llm.config.context}")
     peer = transformers_peer(args.model) if args.peer else None
     results = {name: [] for name in [*rules, *(["transformers"] if peer else [])]}
     bandwidths = []
@@ -138,7 +151,7 @@ def run(args):
     head = "4-bit head" if args.quantize_head else "bfloat16 head"
     print(f"{args.shape or args.model}, {'compiled' if args.compile else 'eager'}, {head}, {torch.get_num_threads()} threads, "
           f"{llm.model.device}, memory reads {statistics.median(bandwidths):.1f} GB/s, {args.rounds} rounds of {args.tokens} tokens")
-    print(json.dumps({"model": str(args.shape or args.model), "compile": args.compile, "quantize_head": args.quantize_head,
+    print(json.dumps({"model": str(args.shape or args.model), "compile": args.compile, "quantize_head": args.quantize_head, "offload": args.offload,
                       "threads": torch.get_num_threads(), "torch": torch.__version__,
                       "bandwidth_gb_s": statistics.median(bandwidths), "settings": table}))
 
@@ -234,7 +247,8 @@ def print_table(table):
 
 def measure_peak(args, name):
     """Peak resident megabytes of one setting after 256 tokens, in a process of its own."""
-    command = [sys.executable, "-m", "river.bench", str(args.model), "--peak", name, "--device", args.device]
+    command = [sys.executable, "-m", "river.bench", str(Path(args.model).resolve()), "--peak", name]
+    command += ["--device", args.device, "--prompt-tokens", str(args.prompt_tokens)]
     command += ["--shape", args.shape] if args.shape else []
     command += ["--prefill", args.prefill] if args.prefill else []
     command += ["--offload", str(args.offload)] if args.offload is not None else []
@@ -242,13 +256,16 @@ def measure_peak(args, name):
     command += [word for tau in args.tau or [] for word in ("--tau", str(tau))]
     command += [word for depth in args.exit_layer for word in ("--exit-layer", str(depth))]
     result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).resolve().parents[1])
-    return float(result.stdout.split()[-1]) if result.returncode == 0 else None
+    if result.returncode:
+        print(f"no peak for {name}: {result.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+        return None
+    return float(result.stdout.split()[-1])
 
 
 def peak_resident(llm, name, args):
     """Decode 256 tokens with the setting of that name; returns this process's peak resident megabytes."""
     args.tokens = 256
-    measure(llm, exit_rules(args, llm.config.n_layers)[name], list(range(100, 100 + args.prompt_tokens)), args)
+    measure(llm, exit_rules(args, llm.model)[name], [5] * args.prompt_tokens, args)
     status = Path("/proc/self/status").read_text()  # the peak of rusage would begin with the parent's
     return int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
 
@@ -299,7 +316,7 @@ def random_llm(values, compile, device, log):
     model = Llama(config, embedding, layers(0), norm, Linear([embedding]))
     river = layers(1)
     if compile:
-        river, model = compile_layers(model, river, log), compile_model(model, log)
+        model, river = compile_model(model, river, log)
     return RiverLLM(model, river, None)
 
 

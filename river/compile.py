@@ -4,10 +4,10 @@ One program serves all backbone layers, another all exit layers: weights and cac
 that nothing is compiled twice. A program runs the case that decides the speed, one token of one
 sequence; everything else (prompts, batches) goes to the layer as it is written.
 
-On a CPU a program is an ahead-of-time package of PyTorch's Inductor: native code, called with hardly any
+On a CPU a program is built ahead of time by PyTorch's Inductor: native code, called with hardly any
 Python between. Building it takes some seconds and a C++ compiler. It is kept in the user's own cache
-folder and never beside a checkpoint, since loading a package means running what is in it. On other
-devices a program is torch.compile's.
+folder and never beside a checkpoint, since loading it means running what is in it. On other devices a
+program is torch.compile's.
 """
 
 import dataclasses
@@ -15,9 +15,9 @@ import hashlib
 import itertools
 import os
 import platform
-import shutil
 import tempfile
 import warnings
+import zipfile
 from pathlib import Path
 
 import torch
@@ -29,43 +29,41 @@ from .linear import Linear
 from .model import Positions
 
 
-def compile_layers(model, layers, log=lambda line, done: None):
-    """Return `layers` with their decode step compiled; as they are, after a word to `log`, if that cannot be.
+def compile_model(model, river, log=lambda line, done: None):
+    """Return (model, river) with the decode step of all layers and of the head compiled.
+
+    Where that cannot be, both are returned as they are, after a word to `log`.
 
     Args:
-        model: the `Llama` they belong to.
-        layers: its backbone layers or its exit layers.
+        model: a `Llama`.
+        river: its exit layers.
         log: called with (line, done).
     """
-    programs = {}  # layers whose tensors have the same shapes share a program: as a rule there is one
     try:
-        for layer in layers:
-            signature = _signature(layer)
-            if signature not in programs:
-                programs[signature] = _program(model, layer, signature, log)
+        head = compile_head(model, log) if isinstance(model.lm_head, Linear) else model.lm_head
+        layers, river_layers = (compile_layers(model, layers, log) for layers in (model.layers, river))
     except RiverError as error:
         log(f"running without --compile: {error}", True)
-        return layers
+        return model, river
+    return dataclasses.replace(model, layers=layers, lm_head=head), river_layers
+
+
+def compile_layers(model, layers, log=lambda line, done: None):
+    """Return `layers`, of the backbone or of the river, compiled; a RiverError if PyTorch cannot here."""
+    programs = {}  # layers whose tensors have the same shapes share a program: as a rule there is one
+    for layer in layers:
+        signature = _signature(layer)
+        if signature not in programs:
+            programs[signature] = _program(model, layer, signature, log)
     return [CompiledLayer(layer, programs[_signature(layer)]) for layer in layers]
 
 
-def compile_model(model, log=lambda line, done: None):
-    """Return `model` with its layers and its head compiled, each if it can be."""
-    head = model.lm_head
-    if isinstance(head, Linear):
-        head = compile_head(model, log)
-    return dataclasses.replace(model, layers=compile_layers(model, model.layers, log), lm_head=head)
-
-
-def compile_head(model, log):
-    """Return the full-precision LM head of `model`, compiled for one token, or as it is."""
+def compile_head(model, log=lambda line, done: None):
+    """Return the full-precision LM head of `model`, compiled; a RiverError if PyTorch cannot here."""
     hidden = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=model.device)
     tensors = model.lm_head.tensor_list()
-    try:
-        run = _compile(_Head(model.lm_head), (hidden, tensors), (None, [None] * len(tensors)), _facts(model.lm_head), log)
-    except RiverError:  # compile_layers has said it
-        return model.lm_head
-    return CompiledHead(model.lm_head, run)
+    sizes = (None, [None] * len(tensors))
+    return CompiledHead(model.lm_head, _compile(_Head(model.lm_head), (hidden, tensors), sizes, _facts(model.lm_head), log))
 
 
 class _Head(torch.nn.Module):
@@ -214,24 +212,23 @@ def _is_cpu(tensor):
 
 
 def _package(module, arguments, sizes, signature, log):
-    """Load the ahead-of-time package of a module, building it if there is none that fits."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "river-llm"
-    path = folder / f"{_key(signature)}.pt2"
-    if path.exists():
-        try:
-            return _load(path)
-        except Exception:  # damaged, whatever PyTorch says of it: build it again
-            path.unlink()
-    log("compiling for this shape of model, once", False)
+    """Load the native code of a module, a function of a list of tensors; build it if there is none that fits.
+
+    Raises:
+        RiverError: there is no compiler, or no place to keep what it makes.
+    """
+    path = _cache_folder() / f"{_key(signature, arguments)}.so"
+    if _is_whole(path):
+        return _load(path)
+    log("compiling for this shape of model, once (some 10 seconds)", True)
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             exported = torch.export.export(module, arguments, dynamic_shapes=sizes)
             built = torch._inductor.aoti_compile_and_package(exported, package_path=f"{scratch}/step.pt2")
-            with complete_or_absent(path) as temporary:
-                shutil.copyfile(built, temporary)
-        log(f"compiled for this shape of model and saved as {path}", True)
+            with complete_or_absent(path) as temporary, zipfile.ZipFile(built) as package:
+                code = package.read(next(name for name in package.namelist() if name.endswith(".so")))
+                temporary.write_bytes(code + hashlib.sha256(code).digest())  # a linker ignores what follows
         return _load(path)
     except RiverError:
         raise
@@ -239,24 +236,58 @@ def _package(module, arguments, sizes, signature, log):
         raise RiverError(f"PyTorch cannot compile here ({str(error).strip().splitlines()[0][:120]})") from error
 
 
+def _cache_folder():
+    """Where programs are kept: a folder that only its owner, this user, can write to."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "river-llm"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = folder.stat()
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        raise RiverError(f"there is no cache folder for compiled code ({error}); set XDG_CACHE_HOME") from error
+    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
+        raise RiverError(f"{folder} can be written to by others, and what is in it would be run: chmod 700 your own")
+    return folder
+
+
+def _is_whole(path):
+    """Whether `path` is a program as it was written: loading a damaged one would end the process."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(content[:-32]).digest() == content[-32:]
+
+
 def _load(path):
-    """The entry point of a package: a list of tensors to a list of tensors.
+    """The entry point of a program: a list of tensors to a list of tensors.
 
-    What PyTorch documents, aoti_load_package, imports the compiler (two seconds) and wraps each call in
-    Python; this is the loader below it.
+    What PyTorch documents, aoti_load_package, imports the compiler (two seconds), unpacks the package into
+    a temporary folder at each start and wraps each call in Python; this is the loader below it.
     """
-    return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1).run
+    return torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1).run
 
 
-def _key(signature):
-    """A name for a package: everything that its native code depends on, hashed."""
-    sources = ("model.py", "linear.py", "rope.py", "compile.py")  # what is traced; a fork will change it
+def _key(signature, arguments):
+    """A name for a program: everything that its native code depends on, hashed."""
+    single, tensors = arguments[:-1], arguments[-1]
+    sources = ("model.py", "linear.py", "quantize.py", "rope.py", "compile.py")  # what is traced; a fork will change it
     parts = [
         signature,
+        *(str(argument if argument is None else (argument.shape[-1], argument.dtype)) for argument in single),
+        str(len(tensors)),
         torch.__version__,
         platform.machine(),
-        torch.backends.cpu.get_cpu_capability(),
+        _processor(),
         str(torch.get_num_threads()),  # Inductor writes it into the code
         *(Path(__file__).with_name(name).read_text() for name in sources),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def _processor():
+    """What tells processors apart for a compiler that builds for the one it runs on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        return torch.backends.cpu.get_cpu_capability()

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from .checkpoint import load_model
-from .compile import compile_layers, compile_model
+from .compile import compile_model
 from .controller import make_exit_rule
 from .decode import Decoder, generate
 from .errors import RiverError
@@ -96,13 +96,17 @@ def load(
     if dtype not in DTYPES:
         raise RiverError(f"dtype {dtype!r} is not known; known are {', '.join(DTYPES)}")
     model = load_model(folder, DTYPES[dtype], device)
+    if offload is not None:
+        offload_layers(model.layers, offload)  # refused now, if at all, and not after the river is built
     tokenizer = load_tokenizer(folder, chat_format)
     river = load_river(model, folder, quantizer, group_size, log)
+    slow = [name for name, linear in river[0].parts() if getattr(linear, "layout", "") == "plain"]
+    if slow:
+        log(f"no int4 kernel takes {dtype} in groups of {group_size} for {', '.join(slow)}: the river will be slow", True)
     if quantize_head:
         model.lm_head = load_quantized_head(model, folder, quantizer, group_size, log)
     if compile:
-        river = compile_layers(model, river, log)
-        model = compile_model(model, log)
+        model, river = compile_model(model, river, log)
     if offload is not None:
         model.layers = offload_layers(model.layers, offload)
     return RiverLLM(model, river, tokenizer)

@@ -34,12 +34,15 @@ class ReleasedLayer:
 
     def __init__(self, layer, mapped):
         self.layer = layer
-        self.ranges = [_whole_pages(tensor) for tensor in layer.tensor_list() if tensor.nbytes >= 2 * mmap.PAGESIZE]
-        # To give back memory that is not a file's would be to lose the weights.
-        if not all(any(low <= start and end <= high for low, high in mapped) for start, end in self.ranges):
+        # To give back memory that is not a file's would be to lose the weights; biases are copies, and small.
+        pages = [_whole_pages(tensor) for tensor in layer.tensor_list()]
+        self.ranges = [
+            (start, end) for start, end in pages if start < end and any(low <= start and end <= high for low, high in mapped)
+        ]
+        if sum(end - start for start, end in self.ranges) < layer.nbytes / 2:
             raise RiverError(
-                "offloading needs weights that are mapped from the checkpoint, on Linux; these were converted "
-                "while loading (choose the checkpoint's own --dtype)"
+                "offloading on a CPU needs Linux, and weights that are mapped from the checkpoint as they are; these "
+                "were converted while loading, from 8 bits or from another dtype than --dtype"
             )
 
     def __call__(self, h, positions, cache):
@@ -77,10 +80,10 @@ def _whole_pages(tensor):
 
 
 def _mapped_regions():
-    """Address ranges that are mapped from safetensors files: a list of (first, after the last)."""
+    """Address ranges that are mapped from files: a list of (first, after the last)."""
     try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
+        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
     except OSError:
         return []
-    addresses = [line.split()[0].split("-") for line in lines if line.endswith(".safetensors")]
+    addresses = [fields[0].split("-") for fields in lines if fields[4] != "0"]  # the file's inode
     return [(int(low, 16), int(high, 16)) for low, high in addresses]

@@ -68,3 +68,20 @@ def test_memory_by_arithmetic(capsys):
 def test_a_checkpoint_that_is_none_is_one_line(tmp_path, capsys):
     assert bench.main([str(tmp_path)]) == 2
     assert "config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "args", (["--rounds", "0"], ["--tokens", "0"], ["--prompt-tokens", "0"], ["--shape", "llama-3.2-1b", "--quantize-head"],
+             ["--shape", "llama-3.2-1b", "--offload", "2"], ["--shape", "llama-3.2-1b", "--peer", "transformers"])
+)
+def test_what_could_not_be_measured_is_refused(args, capsys):
+    """A table that names a setting which was ignored is worse than none."""
+    with pytest.raises(SystemExit) as error:
+        bench.main(args)
+    assert error.value.code == 2
+
+
+@pytest.mark.parametrize("args", (["--exit-layer", "99"], ["--exit-layer", "-1"], ["--tau", "nan"], ["--prompt-tokens", "9999"]))
+def test_settings_that_do_not_exist_are_refused(folder, args, capsys):
+    assert bench.main([str(folder), *args]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("river.bench: ")

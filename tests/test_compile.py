@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from kv_cosine import TEXT
 from river import load
 from river import compile as compiling
 from river.checkpoint import load_model
-from river.compile import CompiledLayer, compile_layers, compile_model
+from river.compile import CompiledLayer, compile_model
 from river.controller import FixedDepth, Never
 from river.decode import Decoder
 from river.exits import load_river
@@ -39,8 +40,7 @@ def tiny(tmp_path_factory):
 def compiled(tiny, cache_folder):
     model, river = tiny
     lines = []
-    river = compile_layers(model, river, lambda line, done: lines.append(line))
-    model = compile_model(model, lambda line, done: lines.append(line))
+    model, river = compile_model(model, river, lambda line, done: lines.append(line))
     assert not [line for line in lines if "without" in line], lines
     return model, river
 
@@ -107,7 +107,7 @@ def test_five_prompt_lengths_need_no_more_programs(tiny, compiled, cache_folder)
 def test_the_second_time_nothing_is_compiled(tiny, compiled, monkeypatch):
     monkeypatch.setattr(torch.export, "export", lambda *args, **kwargs: pytest.fail("compiled again"))
     model, river = tiny
-    again = compile_model(model), compile_layers(model, river)
+    again = compile_model(model, river)
     assert torch.equal(teacher_forced(*again, 2), teacher_forced(*compiled, 2))
 
 
@@ -122,27 +122,40 @@ def test_a_batch_and_the_last_slot_go_to_the_layer(tiny, compiled):
         torch.testing.assert_close(*logits, atol=0.05 * float(logits[0].abs().max()), rtol=0)
 
 
-def test_a_damaged_package_is_built_again(tiny, compiled, cache_folder):
-    model, river = tiny
-    before = {path: path.read_bytes() for path in cache_folder.iterdir()}
-    for path in before:
-        path.write_bytes(b"not a package")
+def test_a_damaged_program_is_built_again(tiny, compiled, cache_folder):
+    """Loading a library that was cut short does not raise, it ends the process."""
+    whole = {path: path.read_bytes() for path in cache_folder.iterdir()}
+    flipped = [content[:5000] + bytes([content[5000] ^ 1]) + content[5001:] for content in whole.values()]
+    damages = [b"no library", next(iter(whole.values()))[:-100], flipped[-1]]
+    for path, damage in zip(whole, damages, strict=True):
+        path.unlink()  # not written over: this process has it mapped
+        path.write_bytes(damage)
     lines = []
-    again = compile_model(model, lambda line, done: lines.append(line)), compile_layers(model, river)
-    assert sum("saved" in line for line in lines) == 2
+    again = compile_model(*tiny, lambda line, done: lines.append(line))
+    assert sum("compiling" in line for line in lines) == 3
     assert torch.equal(teacher_forced(*again, 2), teacher_forced(*compiled, 2))
 
 
 def test_a_changed_source_or_shape_has_another_package(tiny, monkeypatch):
     """A fork that changes the layer must not run yesterday's program."""
     model, river = tiny
-    key = compiling._key(compiling._signature(model.layers[0]))
-    assert key != compiling._key(compiling._signature(river[0]))
+    hidden, table = torch.zeros(1, 1, 64), torch.zeros(1, 1, 1, 16)
+
+    def key(layer=model.layers[0], table=table, scale=None):
+        return compiling._key(compiling._signature(layer), (hidden, table, scale, []))
+
+    first = key()
+    assert first == key(model.layers[1])
+    assert first != key(river[0])
+    assert first != key(table=torch.zeros(1, 1, 1, 8)), "half of each head rotates: another program, same weights"
+    assert first != key(scale=torch.ones(1)), "queries are scaled: one input more"
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    assert key != compiling._key(compiling._signature(model.layers[0]))
+    assert first != key()
     monkeypatch.undo()
-    monkeypatch.setattr("pathlib.Path.read_text", lambda self: "x = 1")
-    assert key != compiling._key(compiling._signature(model.layers[0]))
+    read_text = Path.read_text
+    for source in ("model.py", "linear.py", "quantize.py", "rope.py", "compile.py"):
+        monkeypatch.setattr(Path, "read_text", lambda self: read_text(self) + "# changed" * (self.name == source))
+        assert first != key(), source
 
 
 def test_without_a_compiler_it_is_said_once_and_runs_eager(tiny, tmp_path, monkeypatch):
@@ -150,9 +163,32 @@ def test_without_a_compiler_it_is_said_once_and_runs_eager(tiny, tmp_path, monke
     monkeypatch.setattr(torch.export, "export", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("no compiler\nhere")))
     model, river = tiny
     lines = []
-    same = compile_model(model, lambda line, done: lines.append((line, done)))
-    assert [line for line, done in lines if done] == ["running without --compile: PyTorch cannot compile here (no compiler)"]
-    assert torch.equal(teacher_forced(same, river, 2), teacher_forced(model, river, 2))
+    same = compile_model(model, river, lambda line, done: lines.append(line))
+    assert [line for line in lines if "without" in line] == [
+        "running without --compile: PyTorch cannot compile here (no compiler)"
+    ]
+    assert same == (model, river)
+
+
+def test_a_cache_folder_that_others_can_write_to_is_not_trusted(tiny, compiled, tmp_path, monkeypatch):
+    """What lies there would be run."""
+    folder = tmp_path / "river-llm"
+    folder.mkdir()
+    folder.chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    lines = []
+    assert compile_model(*tiny, lambda line, done: lines.append(line)) == tiny
+    assert len(lines) == 1 and "written to by others" in lines[0]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "river-llm" / "file"))
+    (folder / "file").write_text("")
+    assert compile_model(*tiny, lambda line, done: lines.append(line)) == tiny and "no cache folder" in lines[1]
+
+
+def test_nothing_is_left_in_the_temporary_folder(tiny, compiled, tmp_path, monkeypatch):
+    """PyTorch's own loader unpacks a package there at each start, and leaves it."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    compile_model(*tiny)
+    assert not list(tmp_path.iterdir())
 
 
 def test_on_other_devices_torch_compile_has_the_same_interface(tiny, monkeypatch):
@@ -161,7 +197,7 @@ def test_on_other_devices_torch_compile_has_the_same_interface(tiny, monkeypatch
     monkeypatch.setattr(compiling, "_package", lambda *args: pytest.fail("that is the CPU's way"))
     monkeypatch.setattr(torch, "compile", lambda module, dynamic: module)
     monkeypatch.setattr(compiling, "_is_cpu", lambda tensor: False)
-    other = compile_model(model), compile_layers(model, river)
+    other = compile_model(model, river)
     assert isinstance(other[0].layers[0], CompiledLayer)
     torch.testing.assert_close(teacher_forced(*other, 2), teacher_forced(*tiny, 2), atol=0.05, rtol=0.05)
 
@@ -193,7 +229,7 @@ def test_every_kind_of_family_compiles(family_folder, expected, name, cache_fold
     river = load_river(model, folder)
     lines = []
     log = lambda line, done: lines.append(line)  # noqa: E731
-    compiled = compile_model(model, log), compile_layers(model, river, log)
+    compiled = compile_model(model, river, log)
     assert not [line for line in lines if "without" in line], lines
     ids = expected(name)["input_ids"].tolist()[:40]
     for depth in (0, 2, 4):

@@ -1,5 +1,6 @@
 """Offloading: less memory, and not one bit of difference."""
 
+import json
 import os
 
 import pytest
@@ -10,7 +11,9 @@ from river.controller import FixedDepth
 from river.decode import Decoder
 from river.errors import RiverError
 from river.exits import load_river
+from river.files import save_safetensors
 from river.offload import HostLayer, ReleasedLayer, offload_layers
+from safetensors import safe_open
 
 linux_only = pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="needs Linux")
 
@@ -60,6 +63,24 @@ def test_weights_that_are_not_mapped_are_never_given_back(folder):
     model = load_model(folder, torch.float32)
     with pytest.raises(RiverError, match="dtype"):
         offload_layers(model.layers, 1)
+
+
+@linux_only
+def test_large_biases_and_linked_checkpoints_are_no_obstacle(tmp_path):
+    """Biases are joined into a copy; a hub's cache holds links to files without the ending."""
+    folder = write_tiny_checkpoint(tmp_path / "biased", hidden_size=256, intermediate_size=4096, num_attention_heads=8)
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
+    for name in [name for name in tensors if "mlp" in name]:
+        tensors[name.replace("weight", "bias")] = torch.zeros(len(tensors[name]), dtype=torch.bfloat16)
+    save_safetensors(folder / "model.safetensors", tensors)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "mlp_bias": True}))
+    (folder / "model.safetensors").rename(tmp_path / "blob")
+    (folder / "model.safetensors").symlink_to(tmp_path / "blob")
+    model = load_model(folder)
+    assert any(part.bias is not None and part.bias.nbytes > 8192 for _, part in model.layers[0].parts() if hasattr(part, "bias"))
+    assert len(offload_layers(model.layers, 1)) == 4
 
 
 def test_a_host_layer_changes_no_bit(folder, monkeypatch):
