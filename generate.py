@@ -50,7 +50,7 @@ def parse_arguments(argv=None):
     add("--kv", default="share", metavar="NAME", help="share (the river), recompute, propagate, mask or monotonic")
     add("--prefill", metavar="MODE", help="exit, backbone or river (default: backbone on a CPU, else exit)")
     add("--quantizer", default="hqq", metavar="NAME", help="hqq (default) or rtn")
-    add("--group-size", type=int, default=64, metavar="N", help="64 (default), 32, 128 or 256; others are slow")
+    add("--group-size", type=int, default=64, metavar="N", help="64 (default), 32, 128, 256 if it divides the widths; others: slow")
     add("--quantize-head", action="store_true", help="the LM head in 4 bits too (the paper leaves it as it is)")
     add = parser.add_argument_group("sampling").add_argument
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
