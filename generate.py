@@ -39,18 +39,31 @@ def parse_arguments(argv=None):
     add = parser.add_argument_group("the model").add_argument
     add("--model", default=DEFAULT_MODEL, metavar="MODEL", help="a folder, or ORG/NAME to download")
     add("--device", default="auto", metavar="NAME", help="cpu, cuda, ... (default: cuda if there is one)")
-    add("--dtype", default="bfloat16", metavar="NAME", help="bfloat16 (default); float16, float32: slow, no int4 kernel")
+    add(
+        "--dtype", default="bfloat16", metavar="NAME", help="bfloat16 (default); float16, float32: slow, no int4 kernel"
+    )
     add("--compile", action="store_true", help="compile the layers for decoding, once; needs a C++ compiler")
     add("--offload", type=int, metavar="N", help="keep only the first N backbone layers in fast memory")
     add("--chat-format", metavar="NAME", help="instead of what the checkpoint's template tells")
     add = parser.add_argument_group("the river").add_argument
     add("--tau", type=float, default=0.5, help="leave above this similarity (default: 0.5); 1 never leaves")
     add("--exit-layer", type=int, metavar="N", help="leave after N layers instead: 0 river, L backbone alone")
-    add("--exit-rule", default="similarity", metavar="NAME", help="similarity (default), confidence, margin, entropy, oracle")
+    add(
+        "--exit-rule",
+        default="similarity",
+        metavar="NAME",
+        help="similarity (default), confidence, margin, entropy, oracle",
+    )
     add("--kv", default="share", metavar="NAME", help="share (the river), recompute, propagate, mask or monotonic")
     add("--prefill", metavar="MODE", help="exit, backbone or river (default: backbone on a CPU, else exit)")
     add("--quantizer", default="hqq", metavar="NAME", help="hqq (default) or rtn")
-    add("--group-size", type=int, default=64, metavar="N", help="64 (default), 32, 128, 256 if it divides the widths; others: slow")
+    add(
+        "--group-size",
+        type=int,
+        default=64,
+        metavar="N",
+        help="64 (default), 32, 128, 256 if it divides the widths; others: slow",
+    )
     add("--quantize-head", action="store_true", help="the LM head in 4 bits too (the paper leaves it as it is)")
     add = parser.add_argument_group("sampling").add_argument
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")

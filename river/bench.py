@@ -65,7 +65,9 @@ def main(argv=None):
 
 def parse_arguments(argv):
     parser = argparse.ArgumentParser(prog="python -m river.bench", description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="a checkpoint folder (default: the default model)")
+    parser.add_argument(
+        "model", nargs="?", default=DEFAULT_MODEL, help="a checkpoint folder (default: the default model)"
+    )
     parser.add_argument("--shape", choices=SHAPES, help="random weights of that shape instead; fixed depths only")
     parser.add_argument("--tau", type=float, action="append", help="may repeat (default: 0.5 and 0.9)")
     parser.add_argument("--exit-layer", type=int, action="append", default=[], metavar="N", help="may repeat")
@@ -78,7 +80,9 @@ def parse_arguments(argv):
     parser.add_argument("--quantize-head", action="store_true")
     parser.add_argument("--offload", type=int, metavar="N", help="keep only the first N backbone layers resident")
     parser.add_argument("--peer", choices=("transformers",), help="the same checkpoint in its bfloat16, if installed")
-    parser.add_argument("--memory", action="store_true", help="memory of the named shapes at 64k positions, by arithmetic")
+    parser.add_argument(
+        "--memory", action="store_true", help="memory of the named shapes at 64k positions, by arithmetic"
+    )
     parser.add_argument("--peak", metavar="SETTING", help=argparse.SUPPRESS)  # one setting, in a process of its own
     args = parser.parse_args(argv)
     if min(args.rounds, args.tokens, args.prompt_tokens) < 1:
@@ -128,7 +132,9 @@ def run(args):
     llm = load_model(args)
     rules = exit_rules(args, llm.model)
     highest = min(1000, llm.config.vocab_size)
-    prompt = torch.randint(highest // 2, highest, (args.prompt_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+    prompt = torch.randint(
+        highest // 2, highest, (args.prompt_tokens,), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     if args.prompt_tokens + args.tokens > llm.config.context:
         raise RiverError(f"--prompt-tokens and --tokens exceed the model's context, {llm.config.context}")
     peer = transformers_peer(args.model) if args.peer else None
@@ -149,11 +155,30 @@ def run(args):
         table[name]["peak_mb"] = measure_peak(args, name)
     print_table(table)
     head = "4-bit head" if args.quantize_head else "bfloat16 head"
-    print(f"{args.shape or args.model}, {'compiled' if args.compile else 'eager'}, {head}, {torch.get_num_threads()} threads, "
-          f"{llm.model.device}, memory reads {statistics.median(bandwidths):.1f} GB/s, {args.rounds} rounds of {args.tokens} tokens")
-    print(json.dumps({"model": str(args.shape or args.model), "compile": args.compile, "quantize_head": args.quantize_head, "offload": args.offload,
-                      "threads": torch.get_num_threads(), "torch": torch.__version__,
-                      "bandwidth_gb_s": statistics.median(bandwidths), "settings": table}))
+    facts = [
+        args.shape or args.model,
+        "compiled" if args.compile else "eager",
+        head,
+        f"{torch.get_num_threads()} threads",
+        llm.model.device,
+        f"memory reads {statistics.median(bandwidths):.1f} GB/s",
+        f"{args.rounds} rounds of {args.tokens} tokens",
+    ]
+    print(", ".join(map(str, facts)))
+    print(
+        json.dumps(
+            {
+                "model": str(args.shape or args.model),
+                "compile": args.compile,
+                "quantize_head": args.quantize_head,
+                "offload": args.offload,
+                "threads": torch.get_num_threads(),
+                "torch": torch.__version__,
+                "bandwidth_gb_s": statistics.median(bandwidths),
+                "settings": table,
+            }
+        )
+    )
 
 
 def measure(llm, rule, prompt, args):
@@ -323,7 +348,8 @@ def random_llm(values, compile, device, log):
 def print_memory(args, positions=65536, resident_layers=4):
     """Gigabytes that each shape needs with a full cache, without allocating any."""
     print(f"GB (10^9 bytes) at {positions} positions, bfloat16 cache; River keeps {resident_layers} backbone layers")
-    print("| shape | embedding and head | layers, bf16 | layers, 4-bit | cache | backbone | full 4-bit | River | to full 4-bit |")
+    titles = "embedding and head | layers, bf16 | layers, 4-bit | cache | backbone | full 4-bit | River | to full 4-bit"
+    print(f"| shape | {titles} |")
     print("| --- |" + " ---: |" * 8)
     for name in [args.shape] if args.shape else SHAPES:
         c = parse_config(SHAPES[name])

@@ -72,7 +72,9 @@ class ChatML(ChatFormat):
 
     def __init__(self, template=""):
         # The line break is a character or an escape sequence, as the template's author liked.
-        own = re.search(r"<\|im_start\|>system(?:\n|\\n)((?:\\.|(?!['\"]\s*\+|\{\{|<\|).)+)<\|im_end\|>", template, re.DOTALL)
+        own = re.search(
+            r"<\|im_start\|>system(?:\n|\\n)((?:\\.|(?!['\"]\s*\+|\{\{|<\|).)+)<\|im_end\|>", template, re.DOTALL
+        )
         self.system = own and literal(own.group(1))
 
     def turn(self, role, content):
@@ -271,7 +273,7 @@ def default_system_message(template):
     if not found:
         return ""
     text = ""
-    for string, variable, other in re.findall(
+    for string, _today, other in re.findall(
         r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|\b(today)\b|([^\s+~]+)""", found.group(1), re.DOTALL
     ):
         if other:

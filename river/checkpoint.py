@@ -139,8 +139,11 @@ class CheckpointTensors:
 
 def canonical_name(name):
     """The name that a tensor has in a text-only checkpoint: mistral3 wraps its text model two ways."""
-    for wrapped, plain in (("language_model.model.", "model."), ("language_model.lm_head.", "lm_head."),
-                           ("model.language_model.", "model.")):
+    for wrapped, plain in (
+        ("language_model.model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+        ("model.language_model.", "model."),
+    ):
         if name.startswith(wrapped):
             return plain + name.removeprefix(wrapped)
     return name

@@ -63,7 +63,9 @@ def compile_head(model, log=lambda line, done: None):
     hidden = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=model.device)
     tensors = model.lm_head.tensor_list()
     sizes = (None, [None] * len(tensors))
-    return CompiledHead(model.lm_head, _compile(_Head(model.lm_head), (hidden, tensors), sizes, _facts(model.lm_head), log))
+    return CompiledHead(
+        model.lm_head, _compile(_Head(model.lm_head), (hidden, tensors), sizes, _facts(model.lm_head), log)
+    )
 
 
 class _Head(torch.nn.Module):

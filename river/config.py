@@ -169,7 +169,8 @@ def parse_config(values, path="config.json", eos_token_ids=frozenset()):
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     if method not in (None, "fp8"):
         raise RiverError(
-            f"{path}: the checkpoint is quantised already ({method}); take one in bfloat16 or FP8, its river is made here"
+            f"{path}: the checkpoint is quantised already ({method}): take one in bfloat16 or FP8, "
+            "its river is made here"
         )
     nested = values.get("model_type") == MULTIMODAL
     if nested:

@@ -92,7 +92,9 @@ def _quantize(name, linear, quantizer, group_size):
 def _twin(name, linear, tensors, group_size):
     """The `QuantLinear` for a `Linear`, from the tensors of its file."""
     weight = linear.weights[0]
-    own = {key.removeprefix(f"{name}."): t.to(weight.device) for key, t in tensors.items() if key.startswith(f"{name}.")}
+    own = {
+        key.removeprefix(f"{name}."): t.to(weight.device) for key, t in tensors.items() if key.startswith(f"{name}.")
+    }
     layout = layout_for(linear.shape, group_size, weight.dtype, weight.device)
     return QuantLinear(own, layout, linear.shape, group_size, linear.bias)
 

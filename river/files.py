@@ -73,7 +73,9 @@ class SafetensorsFile:
             with open(path, "rb") as file:
                 length = file.read(8)
                 if length == b"version ":
-                    raise RiverError(f"{path} is a Git LFS pointer, not the weights: run `git lfs pull`, or download it")
+                    raise RiverError(
+                        f"{path} is a Git LFS pointer, not the weights: run `git lfs pull`, or download it"
+                    )
                 with safe_open(path, framework="pt"):  # raises on whatever does not hold together
                     self._start = 8 + int.from_bytes(length, "little")
                 self._entries = json.loads(file.read(self._start - 8))
@@ -130,7 +132,11 @@ def save_safetensors(path, tensors, metadata=None):
     header, end = {"__metadata__": {"format": "pt", **(metadata or {})}}, 0
     for name in order:
         start, end = end, end + dense[name].nbytes
-        header[name] = {"dtype": spelled[dense[name].dtype], "shape": list(dense[name].shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": spelled[dense[name].dtype],
+            "shape": list(dense[name].shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     with complete_or_absent(path) as temporary, open(temporary, "wb") as file:

@@ -1,10 +1,10 @@
 """A checkpoint, its river and its tokenizer behind one object: text in, text and exit depths out.
 
-    llm = load("weights/HuggingFaceTB/SmolLM2-135M-Instruct")
-    run = llm.generate("What is the capital of France?")
-    for step in run:
-        print(step.texts[0], step.tokens[0], step.exit_layer)
-    print(run.mean_exit_layer)
+llm = load("weights/HuggingFaceTB/SmolLM2-135M-Instruct")
+run = llm.generate("What is the capital of France?")
+for step in run:
+    print(step.texts[0], step.tokens[0], step.exit_layer)
+print(run.mean_exit_layer)
 """
 
 import math
@@ -102,7 +102,10 @@ def load(
     river = load_river(model, folder, quantizer, group_size, log)
     slow = [name for name, linear in river[0].parts() if getattr(linear, "layout", "") == "plain"]
     if slow:
-        log(f"no int4 kernel takes {dtype} in groups of {group_size} for {', '.join(slow)}: the river will be slow", True)
+        log(
+            f"no int4 kernel takes {dtype} in groups of {group_size} for {', '.join(slow)}: the river will be slow",
+            True,
+        )
     if quantize_head:
         model.lm_head = load_quantized_head(model, folder, quantizer, group_size, log)
     if compile:
@@ -184,8 +187,10 @@ class Generation:
         longest = used + max(len(ids) for ids in prompt_ids)
         highest, vocab_size = max(max(ids) for ids in prompt_ids), llm.config.vocab_size
         if highest >= vocab_size:  # some tokenizers have a few more tokens than the model, which are not used
-            raise RiverError(f"the prompt has the token {highest}, but the model knows {vocab_size}: is the "
-                             "tokenizer from the same checkpoint?")
+            raise RiverError(
+                f"the prompt has the token {highest}, but the model knows {vocab_size}: is the "
+                "tokenizer from the same checkpoint?"
+            )
         context = llm.config.context
         if longest > context:
             with_cache = " with the conversation so far" if used else ""
@@ -276,8 +281,10 @@ class Chat:
 
     def __init__(self, llm, system, settings):
         if not llm.tokenizer.chat_format:
-            raise RiverError("this checkpoint has no chat template that is known: choose a --chat-format, or "
-                             "give a --prompt, which is completed as it stands")
+            raise RiverError(
+                "this checkpoint has no chat template that is known: choose a --chat-format, or "
+                "give a --prompt, which is completed as it stands"
+            )
         self.llm, self.system, self.settings = llm, system, settings
         self.decoder = llm.decoder(settings, batch=1, max_len=1)
         self.reply = None  # the last `Generation` that has begun

@@ -37,7 +37,9 @@ class ReleasedLayer:
         # To give back memory that is not a file's would be to lose the weights; biases are copies, and small.
         pages = [_whole_pages(tensor) for tensor in layer.tensor_list()]
         self.ranges = [
-            (start, end) for start, end in pages if start < end and any(low <= start and end <= high for low, high in mapped)
+            (start, end)
+            for start, end in pages
+            if start < end and any(low <= start and end <= high for low, high in mapped)
         ]
         if sum(end - start for start, end in self.ranges) < layer.nbytes / 2:
             raise RiverError(

@@ -44,8 +44,10 @@ class Sampler:
         """
         highest, tokens = logits.max(dim=-1)
         if not highest.isfinite().all():
-            raise RiverError("the model's logits are not finite numbers: its weights are damaged, or too large "
-                             "for this dtype (try --dtype float32)")
+            raise RiverError(
+                "the model's logits are not finite numbers: its weights are damaged, or too large "
+                "for this dtype (try --dtype float32)"
+            )
         if self.temperature == 0:
             return tokens
         return torch.multinomial(self.probabilities(logits), 1, generator=self.generator)[:, 0]

@@ -14,8 +14,7 @@ import regex
 import sentencepiece
 
 from . import chat
-from .bpe_files import AddedToken, field, is_byte_level, read_added_token
-from .bpe_files import read_meta, read_tekken, read_tokenizer_json
+from .bpe_files import AddedToken, field, is_byte_level, read_added_token, read_meta, read_tekken, read_tokenizer_json
 from .errors import RiverError
 from .files import read_json
 from .streams import ByteStream, PieceStream

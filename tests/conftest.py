@@ -11,11 +11,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import river  # noqa: E402, F401  (first, for its warning filter)
-import torch  # noqa: E402
-from river.checkpoint import load_model  # noqa: E402
-from river.files import save_safetensors  # noqa: E402
-from safetensors import safe_open  # noqa: E402
+import river  # noqa: F401  isort: skip  (before torch, for its warning filter)
+
+import torch
+from safetensors import safe_open
+
+from river.checkpoint import load_model
+from river.files import save_safetensors
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FAMILIES = FIXTURES / "families"

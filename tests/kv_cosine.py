@@ -10,10 +10,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import river  # noqa: E402
-import torch  # noqa: E402
-from river.controller import FixedDepth  # noqa: E402
-from river.decode import Decoder  # noqa: E402
+import river  # isort: skip  (before torch, for its warning filter)
+
+import torch
+
+from river.controller import FixedDepth
+from river.decode import Decoder
 
 TEXT = (
     "The river rises in the hills above the town and is at first no more than a ditch. After the mill it "

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from conftest import write_tiny_checkpoint
+
 from river import bench
 from river.controller import FixedDepth
 from river.decode import Decoder
@@ -34,8 +35,13 @@ def test_a_table_and_one_json_line(folder, capsys, monkeypatch):
 def test_rounds_are_interleaved(folder, monkeypatch):
     """A A A B B B would charge a machine that slows down to B."""
     order = []
-    monkeypatch.setattr(bench, "measure", lambda llm, rule, prompt, args: order.append(str(rule)) or dict.fromkeys(
-        ("ttft_s", "step_s", "depth", "nbytes"), 1.0))
+    monkeypatch.setattr(
+        bench,
+        "measure",
+        lambda llm, rule, prompt, args: (
+            order.append(str(rule)) or dict.fromkeys(("ttft_s", "step_s", "depth", "nbytes"), 1.0)
+        ),
+    )
     monkeypatch.setattr(bench, "measure_peak", lambda args, name: None)
     monkeypatch.setattr(bench, "memory_bandwidth", lambda device: 10.0)
     bench.main([str(folder), "--rounds", "2", "--tau", "0.5"])
@@ -43,8 +49,15 @@ def test_rounds_are_interleaved(folder, monkeypatch):
 
 
 def test_random_weights_of_a_shape_read_the_bytes_of_that_shape(monkeypatch):
-    tiny = {**bench.SHAPES["llama-3.2-1b"], "num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 256,
-            "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 512}
+    tiny = {
+        **bench.SHAPES["llama-3.2-1b"],
+        "num_hidden_layers": 3,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 512,
+    }
     llm = bench.random_llm(tiny, False, "cpu", lambda line, done: None)
     weights = 128 * (2 * 128 + 2 * 64 + 3 * 256)
     norms = 2 * 128 * 2
@@ -71,8 +84,15 @@ def test_a_checkpoint_that_is_none_is_one_line(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "args", (["--rounds", "0"], ["--tokens", "0"], ["--prompt-tokens", "0"], ["--shape", "llama-3.2-1b", "--quantize-head"],
-             ["--shape", "llama-3.2-1b", "--offload", "2"], ["--shape", "llama-3.2-1b", "--peer", "transformers"])
+    "args",
+    (
+        ["--rounds", "0"],
+        ["--tokens", "0"],
+        ["--prompt-tokens", "0"],
+        ["--shape", "llama-3.2-1b", "--quantize-head"],
+        ["--shape", "llama-3.2-1b", "--offload", "2"],
+        ["--shape", "llama-3.2-1b", "--peer", "transformers"],
+    ),
 )
 def test_what_could_not_be_measured_is_refused(args, capsys):
     """A table that names a setting which was ignored is worse than none."""
@@ -81,7 +101,9 @@ def test_what_could_not_be_measured_is_refused(args, capsys):
     assert error.value.code == 2
 
 
-@pytest.mark.parametrize("args", (["--exit-layer", "99"], ["--exit-layer", "-1"], ["--tau", "nan"], ["--prompt-tokens", "9999"]))
+@pytest.mark.parametrize(
+    "args", (["--exit-layer", "99"], ["--exit-layer", "-1"], ["--tau", "nan"], ["--prompt-tokens", "9999"])
+)
 def test_settings_that_do_not_exist_are_refused(folder, args, capsys):
     assert bench.main([str(folder), *args]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("river.bench: ")

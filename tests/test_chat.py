@@ -74,8 +74,7 @@ def test_tekken_alone_has_its_familys_format(tmp_path):
 
 
 LLAMA_START = (
-    "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
-    "Cutting Knowledge Date: December 2023\nToday Date: "
+    "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\nToday Date: "
 )
 LLAMA_TALK = (
     "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nHello there<|eot_id|>"
@@ -138,7 +137,10 @@ def test_templates_that_only_resemble_a_known_one_are_unknown(template):
 @pytest.mark.parametrize(
     "template, system",
     [
-        (r"{{- '<|im_start|>system\nPut it in \\boxed{}, don\'t forget.<|im_end|>\n' }}", "Put it in \\boxed{}, don't forget."),
+        (
+            r"{{- '<|im_start|>system\nPut it in \\boxed{}, don\'t forget.<|im_end|>\n' }}",
+            "Put it in \\boxed{}, don't forget.",
+        ),
         ("{{ '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}", None),
     ],
 )
@@ -148,7 +150,9 @@ def test_chatml_takes_the_templates_own_system_text(template, system):
 
 def test_ministral_takes_the_templates_own_system_text():
     """Ministral 3's template has a long one; without it the model answers another prompt than it was made for."""
-    template = """{%- set default_system_message = 'You\\'re M.\\n' + "Today is " + today + '.' -%}[SYSTEM_PROMPT][INST]"""
+    template = (
+        """{%- set default_system_message = 'You\\'re M.\\n' + "Today is " + today + '.' -%}[SYSTEM_PROMPT][INST]"""
+    )
     system = chat.make_format("ministral3", template).system
     assert system.startswith("You're M.\nToday is 20") and system.endswith(".")
     parts = chat.make_format("ministral3", template).prompt(USER)

@@ -6,10 +6,11 @@ import shutil
 import pytest
 import torch
 from conftest import write_tiny_checkpoint
+from safetensors import safe_open
+
 from river.checkpoint import dequantize_fp8, load_model
 from river.errors import RiverError
 from river.files import SafetensorsFile, save_safetensors
-from safetensors import safe_open
 
 
 def read_tensors(folder, file="model.safetensors"):
@@ -57,7 +58,9 @@ def weights_of(model):
 
 def test_weights_are_mapped_not_copied(tiny_folder):
     """Backbone layers that no token reaches should never be read from the disk."""
-    with open("/proc/self/maps") if __import__("os").path.exists("/proc/self/maps") else pytest.skip("no /proc") as maps:
+    with (
+        open("/proc/self/maps") if __import__("os").path.exists("/proc/self/maps") else pytest.skip("no /proc") as maps
+    ):
         assert str(tiny_folder) not in maps.read()
     model = load_model(tiny_folder)
     with open("/proc/self/maps") as maps:
@@ -87,7 +90,11 @@ def test_missing_extra_and_misshapen_tensors_are_named(tiny_folder, tmp_path):
     name = "model.layers.2.mlp.up_proj.weight"
     for label, change, words in (
         ("missing", lambda t: t.pop(name), (name, "no tensor")),
-        ("extra", lambda t: t.update({"model.layers.2.mlp.up_proj.bias": torch.zeros(128)}), ("up_proj.bias", "no place")),
+        (
+            "extra",
+            lambda t: t.update({"model.layers.2.mlp.up_proj.bias": torch.zeros(128)}),
+            ("up_proj.bias", "no place"),
+        ),
         ("layer", lambda t: t.update({"model.layers.4.mlp.up_proj.weight": t[name]}), ("model.layers.4", "no place")),
         ("misshapen", lambda t: t.update({name: torch.zeros(128, 65)}), (name, "[128, 65]", "[128, 64]")),
         ("integers", lambda t: t.update({name: torch.zeros(128, 64, dtype=torch.int8)}), (name, "int8")),
@@ -163,7 +170,9 @@ def test_a_folder_without_weights_is_named(tiny_folder):
     fails(tiny_folder, str(tiny_folder), "model.safetensors")
 
 
-@pytest.mark.parametrize("shape, scale_shape", (((4, 6), ()), ((4, 6), (1,)), ((4, 6), (2, 3)), ((4, 6), (4, 1)), ((4, 6), (4, 6))))
+@pytest.mark.parametrize(
+    "shape, scale_shape", (((4, 6), ()), ((4, 6), (1,)), ((4, 6), (2, 3)), ((4, 6), (4, 1)), ((4, 6), (4, 6)))
+)
 def test_eight_bit_weights_are_multiplied_by_their_scales(shape, scale_shape):
     """The key is called weight_scale_inv and is no inverse: the weight is w8 * scale, block by block."""
     weight = torch.randn(shape).to(torch.float8_e4m3fn)
@@ -200,7 +209,9 @@ def test_the_text_model_of_a_multimodal_checkpoint_under_both_layouts(family_fol
     shutil.copy(folder / "config.json", newer)
     renamed = {}
     for name, tensor in tensors.items():
-        name = name.replace("language_model.model.", "model.language_model.").replace("language_model.lm_head", "lm_head")
+        name = name.replace("language_model.model.", "model.language_model.").replace(
+            "language_model.lm_head", "lm_head"
+        )
         renamed[f"model.{name}" if name.startswith(("vision_tower.", "multi_modal_projector.")) else name] = tensor
     save_safetensors(newer / "model.safetensors", renamed)
     assert torch.equal(weights_of(load_model(folder)), weights_of(load_model(newer)))
@@ -258,7 +269,10 @@ def test_saved_tensors_come_back_aligned_and_the_library_can_read_them(tmp_path)
         for name, tensor in tensors.items():
             for back in (ours.tensor(name), theirs.get_tensor(name)):
                 assert back.dtype == tensor.dtype and back.shape == tensor.shape
-                assert torch.equal(back.view(torch.uint8) if back.dim() else back, tensor.contiguous().view(torch.uint8) if back.dim() else tensor)
+                assert torch.equal(
+                    back.view(torch.uint8) if back.dim() else back,
+                    tensor.contiguous().view(torch.uint8) if back.dim() else tensor,
+                )
     for name in ("a.weight", "b", "strided", "eight"):
         assert ours.tensor(name).data_ptr() % 64 == 0
 

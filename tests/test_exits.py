@@ -8,6 +8,8 @@ import pytest
 import torch
 from conftest import write_tiny_checkpoint
 from kv_cosine import kv_cosines
+from safetensors import safe_open
+
 from river import load
 from river.checkpoint import load_model
 from river.controller import Never
@@ -17,7 +19,6 @@ from river.exits import LINEARS, load_river
 from river.files import save_safetensors
 from river.linear import Linear
 from river.quantize import quantize
-from safetensors import safe_open
 
 
 @pytest.fixture
@@ -160,7 +161,9 @@ def test_every_layout_survives_saving(tmp_path, group_size, dtype):
     folder = write_tiny_checkpoint(tmp_path / "wide", hidden_size=64, intermediate_size=1024)
     model = load_model(folder, dtype)
     river = load_river(model, folder, group_size=group_size)
-    again = load_river(load_model(folder, dtype), folder, group_size=group_size, log=lambda line, done: pytest.fail(line))
+    again = load_river(
+        load_model(folder, dtype), folder, group_size=group_size, log=lambda line, done: pytest.fail(line)
+    )
     ids = [[3, 9, 27, 81]]
     first, second = (Decoder(model, r, Never(), "river", max_len=8).prefill(ids)[0] for r in (river, again))
     assert torch.equal(first, second)
@@ -192,7 +195,9 @@ def test_every_kind_of_family_has_a_river(family_folder, name, tmp_path):
         dataclasses.replace(
             layer,
             **{
-                name: Linear([quantize(torch.cat(getattr(layer, name).weights)).dequantize()], getattr(layer, name).bias)
+                name: Linear(
+                    [quantize(torch.cat(getattr(layer, name).weights)).dequantize()], getattr(layer, name).bias
+                )
                 for name in LINEARS
             },
         )

@@ -7,9 +7,10 @@ import re
 import subprocess
 import sys
 
-import generate
 import pytest
 from conftest import ROOT, write_tiny_checkpoint
+
+import generate
 
 BACKBONE_IDS = [504, 3575, 282, 4649, 314, 7042, 30, 2]  # "The capital of France is Paris.<|im_end|>"
 QUESTION = "What is the capital of France?"
@@ -40,13 +41,37 @@ def test_text_goes_to_stdout_and_statistics_to_stderr(folder, capsys):
 
 def test_json_is_one_object_with_the_promised_keys(folder, capsys):
     status, out, _ = run(
-        capsys, "--model", folder, "--prompt", "Hello", "--max-new-tokens", 6, "--exit-layer", 3, "--json", "--prefill", "river"
+        capsys,
+        "--model",
+        folder,
+        "--prompt",
+        "Hello",
+        "--max-new-tokens",
+        6,
+        "--exit-layer",
+        3,
+        "--json",
+        "--prefill",
+        "river",
     )
     assert status == 0 and out.count("\n") == 1
     report = json.loads(out)
     assert set(report) == {
-        "model", "n_layers", "tau", "prefill", "prompt", "prompt_tokens", "text", "tokens", "new_tokens",
-        "exit_layers", "prefill_exit_layer", "mean_exit_layer", "ttft_s", "decode_tokens_per_s", "stop_reason",
+        "model",
+        "n_layers",
+        "tau",
+        "prefill",
+        "prompt",
+        "prompt_tokens",
+        "text",
+        "tokens",
+        "new_tokens",
+        "exit_layers",
+        "prefill_exit_layer",
+        "mean_exit_layer",
+        "ttft_s",
+        "decode_tokens_per_s",
+        "stop_reason",
     }
     assert report["prefill"] == "river" and report["prefill_exit_layer"] == 0
     assert report["n_layers"] == 4 and report["prompt"] == "Hello"
@@ -54,7 +79,9 @@ def test_json_is_one_object_with_the_promised_keys(folder, capsys):
 
 
 def test_a_batch_is_a_list(folder, capsys):
-    status, out, _ = run(capsys, "--model", folder, "--prompt", "a", "--prompt", "b c d", "--json", "--max-new-tokens", 3)
+    status, out, _ = run(
+        capsys, "--model", folder, "--prompt", "a", "--prompt", "b c d", "--json", "--max-new-tokens", 3
+    )
     reports = json.loads(out)
     assert status == 0 and [r["prompt"] for r in reports] == ["a", "b c d"]
     status, out, err = run(capsys, "--model", folder, "--prompt", "a", "--prompt", "b c d", "--max-new-tokens", 3)

@@ -222,7 +222,9 @@ def test_tokenizer(model):
     assert content["model"]["type"] == "BPE" and content["model"]["merges"] == ["a b", "ab c"]
     assert content["model"]["vocab"] == {token: i for i, token in enumerate(TOKENS)}
     assert [(token["id"], token["content"], token["special"]) for token in content["added_tokens"]] == [
-        (0, "<|endoftext|>", True), (1, "<|im_start|>", True), (2, "<|im_end|>", True)
+        (0, "<|endoftext|>", True),
+        (1, "<|im_start|>", True),
+        (2, "<|im_end|>", True),
     ]
     digits, byte_level = content["pre_tokenizer"]["pretokenizers"]
     assert digits == {"type": "Digits", "individual_digits": True}
@@ -262,32 +264,35 @@ def test_damaged_bytes_never_end_in_anything_but_an_error_for_the_user(model, tm
 HUGE = 1 << 62
 
 
-@pytest.mark.parametrize("header", [
-    b"",
-    b"GGML" + bytes(100),
-    pack_header({}, [], version=1),
-    pack_header({}, [], version=1 << 24),  # a big-endian file
-    pack_header({}, [], counts=(HUGE, 0)),
-    pack_header({}, [], counts=(0, HUGE)),
-    b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", HUGE) + bytes(100),
-    b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("k") + struct.pack("<IIQ", 9, 0, HUGE) + bytes(100),
-    b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("k") + struct.pack("<IIQ", 9, 9, 1) + bytes(100),
-    b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("k") + struct.pack("<I", 99) + bytes(100),
-    b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 2) + b"\xff\xfe" + bytes(100),
-    b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + (text("k") + pack_value(1)) * 2 + bytes(100),
-    b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + text("w") + struct.pack("<I", 1 << 31) + bytes(100),
-    pack_header({"general.alignment": 0}, []),
-    pack_header({"general.alignment": "x"}, []),
-    pack_header({}, [("w", (32,), 77, 0)]) + bytes(100),
-    pack_header({}, [("w", (31,), Q4_1, 0)]) + bytes(100),
-    pack_header({}, [("w", (0,), F32, 0)]) + bytes(100),
-    pack_header({}, [("w", (8,), F32, 1)]) + bytes(100),
-    pack_header({}, [("w", (8,), F32, HUGE)]) + bytes(100),
-    pack_header({}, [("w", (HUGE, HUGE), F32, 0)]) + bytes(100),
-    pack_header({}, [("w", (), F32, 0)]) + bytes(100),
-    pack_header({}, [("w", (8,), F32, 0), ("w", (8,), F32, 0)]) + bytes(100),
-    pack_header({}, [(f"w{i}", (8,), F32, 0) for i in range(9)]) + bytes(64),  # all on the same bytes
-])
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"GGML" + bytes(100),
+        pack_header({}, [], version=1),
+        pack_header({}, [], version=1 << 24),  # a big-endian file
+        pack_header({}, [], counts=(HUGE, 0)),
+        pack_header({}, [], counts=(0, HUGE)),
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", HUGE) + bytes(100),
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("k") + struct.pack("<IIQ", 9, 0, HUGE) + bytes(100),
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("k") + struct.pack("<IIQ", 9, 9, 1) + bytes(100),
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("k") + struct.pack("<I", 99) + bytes(100),
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 2) + b"\xff\xfe" + bytes(100),
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + (text("k") + pack_value(1)) * 2 + bytes(100),
+        b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + text("w") + struct.pack("<I", 1 << 31) + bytes(100),
+        pack_header({"general.alignment": 0}, []),
+        pack_header({"general.alignment": "x"}, []),
+        pack_header({}, [("w", (32,), 77, 0)]) + bytes(100),
+        pack_header({}, [("w", (31,), Q4_1, 0)]) + bytes(100),
+        pack_header({}, [("w", (0,), F32, 0)]) + bytes(100),
+        pack_header({}, [("w", (8,), F32, 1)]) + bytes(100),
+        pack_header({}, [("w", (8,), F32, HUGE)]) + bytes(100),
+        pack_header({}, [("w", (HUGE, HUGE), F32, 0)]) + bytes(100),
+        pack_header({}, [("w", (), F32, 0)]) + bytes(100),
+        pack_header({}, [("w", (8,), F32, 0), ("w", (8,), F32, 0)]) + bytes(100),
+        pack_header({}, [(f"w{i}", (8,), F32, 0) for i in range(9)]) + bytes(64),  # all on the same bytes
+    ],
+)
 def test_a_hostile_header_is_refused_at_once(tmp_path, header):
     """Counts and sizes in a file are only claims: none is believed beyond the file's own size."""
     (tmp_path / "m.gguf").write_bytes(header)
@@ -304,32 +309,35 @@ def test_a_long_list_of_small_values_is_refused(tmp_path):
         gguf.read(tmp_path / "m.gguf")
 
 
-@pytest.mark.parametrize("changes, complaint", [
-    ({"general__architecture": "qwen2"}, "architecture 'qwen2'"),
-    ({"llama__rope__scaling__type": "yarn"}, "llama.rope.scaling.type is not supported"),
-    ({"llama__expert_count": 8}, "llama.expert_count is not supported"),
-    ({"llama__block_count": None}, "llama.block_count is missing"),
-    ({"llama__block_count": 3}, "blk.2.attn_k.weight is missing"),
-    ({"llama__block_count": 1}, "blk.1.attn_k.weight is unexpected"),
-    ({"llama__block_count": 1 << 30}, "too many"),
-    ({"llama__embedding_length": 32}, "do not fit"),
-    ({"llama__embedding_length": 0}, "llama.embedding_length is 0"),
-    ({"llama__attention__head_count": True}, "head_count is True"),
-    ({"llama__attention__head_count_kv": 2}, "its settings say"),
-    ({"llama__feed_forward_length": 128}, "its settings say"),
-    ({"llama__rope__freq_base": float("nan")}, "freq_base is nan"),
-    ({"llama__rope__dimension_count": 16}, "do not fit"),
-    ({"tokenizer__ggml__pre": "llama-bpe"}, "only 'smollm' is supported"),
-    ({"tokenizer__ggml__add_bos_token": True}, "add_bos_token is True"),
-    ({"tokenizer__ggml__tokens": TOKENS[:-1]}, "for a vocabulary of"),
-    ({"tokenizer__ggml__tokens": TOKENS[:-1] + ["a"]}, "different tokens"),
-    ({"tokenizer__ggml__tokens": None}, "tokens is missing"),
-    ({"tokenizer__ggml__token_type": [6] * len(TOKENS)}, "token type 6"),
-    ({"tokenizer__ggml__merges": ["a z"]}, "merge 'a z'"),
-    ({"tokenizer__ggml__merges": ["ab"]}, "merge 'ab'"),
-    ({"tokenizer__ggml__eos_token_id": len(TOKENS)}, "eos_token_id"),
-    ({"tokenizer__chat_template": None}, "chat_template is missing"),
-])
+@pytest.mark.parametrize(
+    "changes, complaint",
+    [
+        ({"general__architecture": "qwen2"}, "architecture 'qwen2'"),
+        ({"llama__rope__scaling__type": "yarn"}, "llama.rope.scaling.type is not supported"),
+        ({"llama__expert_count": 8}, "llama.expert_count is not supported"),
+        ({"llama__block_count": None}, "llama.block_count is missing"),
+        ({"llama__block_count": 3}, "blk.2.attn_k.weight is missing"),
+        ({"llama__block_count": 1}, "blk.1.attn_k.weight is unexpected"),
+        ({"llama__block_count": 1 << 30}, "too many"),
+        ({"llama__embedding_length": 32}, "do not fit"),
+        ({"llama__embedding_length": 0}, "llama.embedding_length is 0"),
+        ({"llama__attention__head_count": True}, "head_count is True"),
+        ({"llama__attention__head_count_kv": 2}, "its settings say"),
+        ({"llama__feed_forward_length": 128}, "its settings say"),
+        ({"llama__rope__freq_base": float("nan")}, "freq_base is nan"),
+        ({"llama__rope__dimension_count": 16}, "do not fit"),
+        ({"tokenizer__ggml__pre": "llama-bpe"}, "only 'smollm' is supported"),
+        ({"tokenizer__ggml__add_bos_token": True}, "add_bos_token is True"),
+        ({"tokenizer__ggml__tokens": TOKENS[:-1]}, "for a vocabulary of"),
+        ({"tokenizer__ggml__tokens": TOKENS[:-1] + ["a"]}, "different tokens"),
+        ({"tokenizer__ggml__tokens": None}, "tokens is missing"),
+        ({"tokenizer__ggml__token_type": [6] * len(TOKENS)}, "token type 6"),
+        ({"tokenizer__ggml__merges": ["a z"]}, "merge 'a z'"),
+        ({"tokenizer__ggml__merges": ["ab"]}, "merge 'ab'"),
+        ({"tokenizer__ggml__eos_token_id": len(TOKENS)}, "eos_token_id"),
+        ({"tokenizer__chat_template": None}, "chat_template is missing"),
+    ],
+)
 def test_what_is_not_understood_is_named_and_nothing_is_written(tmp_path, changes, complaint):
     write_model(tmp_path / "m.gguf", changed(**changes))
     with pytest.raises(RiverError, match=complaint):

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+
 import river as river_package
 from river import RiverError, load
 
@@ -82,8 +83,17 @@ def test_an_empty_prompt_is_refused(llm, prompts):
 
 
 @pytest.mark.parametrize(
-    "bad", ({"tau": math.nan}, {"exit_layer": 5}, {"exit_layer": -1}, {"prefill": "up"}, {"temperature": -1.0},
-            {"top_p": 2.0}, {"top_k": -5}, {"max_new_tokens": -1}),
+    "bad",
+    (
+        {"tau": math.nan},
+        {"exit_layer": 5},
+        {"exit_layer": -1},
+        {"prefill": "up"},
+        {"temperature": -1.0},
+        {"top_p": 2.0},
+        {"top_k": -5},
+        {"max_new_tokens": -1},
+    ),
 )
 def test_bad_settings_are_refused(llm, bad):
     with pytest.raises(RiverError):

@@ -4,11 +4,12 @@ import naive
 import pytest
 import torch
 from conftest import FAMILIES, TINY, write_tiny_checkpoint
+from safetensors import safe_open
+
 from river.checkpoint import load_model
 from river.controller import Never
 from river.decode import Decoder
 from river.model import RMSNorm
-from safetensors import safe_open
 
 FAMILY_NAMES = sorted(path.name for path in FAMILIES.iterdir() if path.is_dir())
 # Rotary frequencies that depend on the length of the sequence: what an earlier piece of a prompt gave

@@ -6,6 +6,8 @@ import os
 import pytest
 import torch
 from conftest import write_tiny_checkpoint
+from safetensors import safe_open
+
 from river.checkpoint import load_model
 from river.controller import FixedDepth
 from river.decode import Decoder
@@ -13,7 +15,6 @@ from river.errors import RiverError
 from river.exits import load_river
 from river.files import save_safetensors
 from river.offload import HostLayer, ReleasedLayer, offload_layers
-from safetensors import safe_open
 
 linux_only = pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="needs Linux")
 
@@ -79,7 +80,11 @@ def test_large_biases_and_linked_checkpoints_are_no_obstacle(tmp_path):
     (folder / "model.safetensors").rename(tmp_path / "blob")
     (folder / "model.safetensors").symlink_to(tmp_path / "blob")
     model = load_model(folder)
-    assert any(part.bias is not None and part.bias.nbytes > 8192 for _, part in model.layers[0].parts() if hasattr(part, "bias"))
+    assert any(
+        part.bias is not None and part.bias.nbytes > 8192
+        for _, part in model.layers[0].parts()
+        if hasattr(part, "bias")
+    )
     assert len(offload_layers(model.layers, 1)) == 4
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from river.errors import RiverError
 from river.linear import Linear, QuantLinear, join_neighbours, layout_for, pack, pack_nibbles, unpack_nibbles
 from river.quantize import QUANTIZERS, quantize
@@ -72,7 +73,9 @@ def test_constant_groups_survive(quantizer, value):
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZER_NAMES)
-@pytest.mark.parametrize("in_features, group_size", ((96, 64), (65, 64), (7, 64), (33, 32), (1, 1), (600, 512), (8, 10**5), (8, 10**30)))
+@pytest.mark.parametrize(
+    "in_features, group_size", ((96, 64), (65, 64), (7, 64), (33, 32), (1, 1), (600, 512), (8, 10**5), (8, 10**30))
+)
 def test_widths_that_the_group_does_not_divide(quantizer, in_features, group_size):
     """The last group is shorter; it must be quantised as if it stood alone. A group above the width is one group:
     expanding its scale to the group's size, and not the row's, took all memory."""
@@ -113,7 +116,9 @@ def test_codes_above_15_are_refused():
         pack_nibbles(torch.full((1, 2), 16, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("out_features, in_features, group_size", ((16, 64, 32), (96, 576, 64), (48, 512, 128), (32, 512, 256)))
+@pytest.mark.parametrize(
+    "out_features, in_features, group_size", ((16, 64, 32), (96, 576, 64), (48, 512, 128), (32, 512, 256))
+)
 @pytest.mark.parametrize("tokens", (1, 3, 40))
 def test_kernel_agrees_with_the_reference(out_features, in_features, group_size, tokens):
     quantized = quantize(gaussian(out_features, in_features), "hqq", group_size)
@@ -129,8 +134,12 @@ def test_kernel_agrees_with_the_reference(out_features, in_features, group_size,
 
 @pytest.mark.parametrize(
     "shape, group_size, dtype",
-    (((16, 64), 64, torch.float32), ((15, 64), 64, torch.bfloat16), ((16, 96), 64, torch.bfloat16),
-     ((16, 1024), 512, torch.bfloat16)),
+    (
+        ((16, 64), 64, torch.float32),
+        ((15, 64), 64, torch.bfloat16),
+        ((16, 96), 64, torch.bfloat16),
+        ((16, 1024), 512, torch.bfloat16),
+    ),
 )
 def test_what_the_kernel_refuses_runs_on_the_reference(shape, group_size, dtype):
     quantized = quantize(gaussian(*shape), "hqq", group_size)

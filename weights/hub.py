@@ -139,9 +139,7 @@ class Hub:
     def authorise(self, request):
         """Return `request`, with the token if it is for the hub; refuse it if its address is not safe."""
         address = urlsplit(request.full_url)
-        if address.scheme != "https" and not (
-            self.plain and address.scheme == "http" and address.hostname in LOOPBACK
-        ):
+        if address.scheme != "https" and not (self.plain and address.scheme == "http" and address.hostname in LOOPBACK):
             raise RiverError(f"{self.host} redirects to {address.hostname} without https: refused")
         if self.token and address[:2] == self.origin[:2]:
             request.add_unredirected_header("Authorization", f"Bearer {self.token}")
@@ -319,8 +317,10 @@ class Progress:
         self.shown = now
         done, rate = self.finished + position, self.fresh / (now - self.started)
         left = int((self.total - done) / rate) if rate else 0
-        line = (f"{name}  {in_bytes(done)} of {in_bytes(self.total)}  {100 * done // max(self.total, 1)}%"
-                f"  {in_bytes(rate)}/s  {left // 60}:{left % 60:02} left")
+        line = (
+            f"{name}  {in_bytes(done)} of {in_bytes(self.total)}  {100 * done // max(self.total, 1)}%"
+            f"  {in_bytes(rate)}/s  {left // 60}:{left % 60:02} left"
+        )
         print(f"{self.clear}{line}", end="" if self.terminal else "\n", file=sys.stderr, flush=True)
         self.line_is_open = self.terminal
 
