@@ -18,7 +18,7 @@ import torch
 
 from .compile import compile_model
 from .config import parse_config
-from .controller import FixedDepth, make_exit_rule
+from .controller import FixedDepth, Similarity, make_exit_rule
 from .decode import Decoder
 from .errors import RiverError
 from .linear import Linear, QuantLinear, layout_for
@@ -165,6 +165,8 @@ def run(args):
         f"{args.rounds} rounds of {args.tokens} tokens",
     ]
     print(", ".join(map(str, facts)))
+    times = microseconds(llm)
+    print("microseconds: " + ", ".join(f"{name} {time:.0f}" for name, time in times.items()))
     print(
         json.dumps(
             {
@@ -172,6 +174,7 @@ def run(args):
                 "compile": args.compile,
                 "quantize_head": args.quantize_head,
                 "offload": args.offload,
+                "microseconds": times,
                 "threads": torch.get_num_threads(),
                 "torch": torch.__version__,
                 "bandwidth_gb_s": statistics.median(bandwidths),
@@ -199,6 +202,39 @@ def measure(llm, rule, prompt, args):
     seconds = (time.perf_counter() - first) / args.tokens
     nbytes = statistics.mean(llm.step_nbytes(depth, decoder.kv) for depth in depths)
     return {"ttft_s": first - started, "step_s": seconds, "depth": statistics.mean(depths), "nbytes": nbytes}
+
+
+@torch.inference_mode()
+def microseconds(llm, rounds=9):
+    """What a decode step consists of, medians: a layer of each kind, the linears of an exit layer, head, check."""
+    model, river = llm.model, llm.river
+    decoder = Decoder(model, river, FixedDepth(0), "backbone", max_len=128)
+    decoder.prefill([[5] * 64])
+    positions = decoder.positions(64, 65)
+    h = model.embed(torch.tensor([[5]], device=model.device))
+    inputs = {n: h.new_ones(1, 1, n) for layer in river for _, part in linears_of(layer) for n in part.shape[1:]}
+    parts = {
+        "backbone layer": lambda: [decoder.run(layer, h, positions) for layer in model.layers],
+        "exit layer": lambda: [decoder.run(layer, h, positions) for layer in river],
+        "of it linears": lambda: [part(inputs[part.shape[1]]) for layer in river for _, part in linears_of(layer)],
+        "head": lambda: model.lm_head(h),
+        "exit check": lambda: Similarity(0.5).leaves(1, h[0], h[0]),
+    }
+    times = {name: [] for name in parts}
+    for _ in range(rounds):
+        for name, work in parts.items():
+            started = time.perf_counter()
+            work()
+            if model.device.type == "cuda":
+                torch.cuda.synchronize()
+            times[name].append(time.perf_counter() - started)
+    share = {"head": 1, "exit check": 1}
+    return {name: 1e6 * statistics.median(ts) / share.get(name, len(river)) for name, ts in times.items()}
+
+
+def linears_of(layer):
+    """The linears of an exit layer: (name, linear)."""
+    return [(name, part) for name, part in layer.parts() if isinstance(part, QuantLinear)]
 
 
 def transformers_peer(folder):

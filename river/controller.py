@@ -121,9 +121,6 @@ class Oracle(ExitRule):
         return int(self.decoder.model.logits(h[:, -1:]).argmax())
 
 
-EXIT_RULES = ("similarity", "confidence", "margin", "entropy", "fixed", "never", "oracle")
-
-
 def make_exit_rule(name, model, tau=0.5, exit_layer=None):
     """The rule of that name, for a `Llama`; `exit_layer`, if given, is a fixed depth whatever the name.
 
@@ -144,5 +141,5 @@ def make_exit_rule(name, model, tau=0.5, exit_layer=None):
         "oracle": Oracle,
     }
     if name not in rules:
-        raise RiverError(f"exit rule {name!r} is not known; known are {', '.join(EXIT_RULES)}")
+        raise RiverError(f"exit rule {name!r} is not known; known are fixed, {', '.join(rules)}")
     return rules[name]()

@@ -17,7 +17,7 @@ from .strategies import make_strategy
 
 PREFILL_MODES = ("exit", "backbone", "river")
 # The paper's prefill is "exit". On a CPU the int4 kernel is slower than a full-precision product from
-# some 16 tokens on, so that leaving early costs time as well as quality there.
+# 32 tokens on at the latest, so that leaving early costs time as well as quality there.
 DEFAULT_PREFILL = {"cpu": "backbone"}  # by kind of device; "exit" elsewhere
 CHUNK = 512  # prompt tokens that a layer takes at a time, which bounds the memory of a long prompt
 
@@ -39,7 +39,7 @@ class Decoder:
     def __init__(self, model, river, exit_rule, prefill=None, batch=1, max_len=512, kv="share"):
         self.model, self.river = model, river
         if kv != "share":
-            prefill = prefill or "backbone"
+            prefill = "backbone" if prefill is None else prefill
             if prefill == "river":
                 raise RiverError(f"--prefill river needs --kv share: {kv!r} has no river")
         self.prefill_mode = DEFAULT_PREFILL.get(model.device.type, "exit") if prefill is None else prefill
@@ -68,8 +68,8 @@ class Decoder:
         backbone, kv = self.model.layers, self.kv
 
         def leaves(depth, h_in, h):
-            asked = kv.may_leave(depth) and rule.leaves(depth, _select(h_in, deciding), _select(h, deciding))
-            return asked or kv.must_leave(depth)
+            chosen = kv.may_leave(depth) and rule.leaves(depth, _select(h_in, deciding), _select(h, deciding))
+            return chosen or kv.must_leave(depth)
 
         rule.begin(self, h, positions)
         exit_layer, h_in = 0, None

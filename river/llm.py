@@ -21,7 +21,7 @@ from .controller import make_exit_rule
 from .decode import Decoder, generate
 from .errors import RiverError
 from .exits import load_quantized_head, load_river
-from .offload import offload_layers
+from .offload import check_offload, offload_layers
 from .quantize import check_settings
 from .sampling import Sampler
 from .tokenizer import load_tokenizer
@@ -97,7 +97,7 @@ def load(
         raise RiverError(f"dtype {dtype!r} is not known; known are {', '.join(DTYPES)}")
     model = load_model(folder, DTYPES[dtype], device)
     if offload is not None:
-        offload_layers(model.layers, offload)  # refused now, if at all, and not after the river is built
+        check_offload(model.layers, offload)  # now, and not after the river has been built
     tokenizer = load_tokenizer(folder, chat_format)
     river = load_river(model, folder, quantizer, group_size, log)
     slow = [name for name, linear in river[0].parts() if getattr(linear, "layout", "") == "plain"]
@@ -155,7 +155,9 @@ class RiverLLM:
     def decoder(self, settings, batch, max_len):
         """A `Decoder` with an empty cache for these `Settings`."""
         rule = make_exit_rule(settings.exit_rule, self.model, settings.tau, settings.exit_layer)
-        prefill = settings.prefill or ("backbone" if settings.exit_rule == "oracle" else None)
+        prefill = settings.prefill
+        if prefill is None and settings.exit_rule == "oracle":
+            prefill = "backbone"
         if settings.exit_rule == "oracle" and (batch > 1 or prefill == "exit" or settings.kv != "share"):
             raise RiverError("the oracle is for one prompt, with --kv share and not --prefill exit")
         return Decoder(self.model, self.river, rule, prefill, batch, max_len, settings.kv)

@@ -120,10 +120,9 @@ class DecoderLayer:
         H, K = self.n_heads, self.n_kv_heads
         qkv = self.qkv_proj(x).view(B, T, H + 2 * K, self.head_dim).transpose(1, 2)  # (B, H + 2K, T, head_dim)
         q, k, v = qkv.split((H, K, K), dim=1)
+        self._store(k, v, positions, k_cache, v_cache)
         if self.q_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        k_cache[:, :, positions.start : positions.end] = rotate(k, positions.cos, positions.sin)
-        v_cache[:, :, positions.start : positions.end] = v
+            q = self.q_norm(q)
         q = rotate(q, positions.cos, positions.sin)
         if positions.query_scale is not None:
             q = q * positions.query_scale
@@ -145,13 +144,14 @@ class DecoderLayer:
         """Write the K and V that this layer would write if `h` [B, T, D] were its input; returns `h` as it is."""
         B, T, _ = h.shape
         kv = self.kv_proj(self.input_layernorm(h)).view(B, T, 2 * self.n_kv_heads, self.head_dim).transpose(1, 2)
-        k, v = kv.chunk(2, dim=1)
+        self._store(*kv.chunk(2, dim=1), positions, *cache.layer(self.index))
+        return h
+
+    def _store(self, k, v, positions, k_cache, v_cache):
         if self.k_norm:
             k = self.k_norm(k)
-        k_cache, v_cache = cache.layer(self.index)
         k_cache[:, :, positions.start : positions.end] = rotate(k, positions.cos, positions.sin)
         v_cache[:, :, positions.start : positions.end] = v
-        return h
 
     @functools.cached_property
     def kv_proj(self):

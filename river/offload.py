@@ -16,17 +16,27 @@ def offload_layers(layers, resident):
     """Return `layers`, the first `resident` of them as they are and the others offloaded.
 
     Raises:
-        RiverError: `resident` is below 0, or the weights of a layer on the CPU are not mapped from a file.
+        RiverError: see `check_offload`.
     """
-    if resident < 0:
-        raise RiverError(f"offload {resident} should be the number of layers to keep, 0 or above")
+    check_offload(layers, resident)
     kept, others = list(layers[:resident]), layers[resident:]
-    if not others:
-        return kept
-    if others[0].tensor_list()[0].device.type == "cpu":
+    if others and _is_on_cpu(others[0]):
         mapped = _mapped_regions()
         return kept + [ReleasedLayer(layer, mapped) for layer in others]
     return kept + [HostLayer(layer) for layer in others]
+
+
+def check_offload(layers, resident):
+    """Raise a RiverError if `resident` is below 0, or weights on the CPU are not mapped from a file."""
+    if resident < 0:
+        raise RiverError(f"offload {resident} should be the number of layers to keep, 0 or above")
+    mapped = _mapped_regions()
+    for layer in layers[resident:]:
+        if _is_on_cpu(layer) and sum(end - start for start, end in _mapped_pages(layer, mapped)) < layer.nbytes / 2:
+            raise RiverError(
+                "offloading on a CPU needs Linux, and weights that are mapped from the checkpoint as they are; these "
+                "were converted while loading, from 8 bits or from another dtype than --dtype"
+            )
 
 
 class ReleasedLayer:
@@ -34,18 +44,7 @@ class ReleasedLayer:
 
     def __init__(self, layer, mapped):
         self.layer = layer
-        # To give back memory that is not a file's would be to lose the weights; biases are copies, and small.
-        pages = [_whole_pages(tensor) for tensor in layer.tensor_list()]
-        self.ranges = [
-            (start, end)
-            for start, end in pages
-            if start < end and any(low <= start and end <= high for low, high in mapped)
-        ]
-        if sum(end - start for start, end in self.ranges) < layer.nbytes / 2:
-            raise RiverError(
-                "offloading on a CPU needs Linux, and weights that are mapped from the checkpoint as they are; these "
-                "were converted while loading, from 8 bits or from another dtype than --dtype"
-            )
+        self.ranges = _mapped_pages(layer, mapped)
 
     def __call__(self, h, positions, cache):
         h = self.layer(h, positions, cache)
@@ -75,10 +74,22 @@ class HostLayer:
 LIBC = ctypes.CDLL(None)
 
 
-def _whole_pages(tensor):
-    """The address range of the pages that hold nothing but this tensor."""
-    start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    return -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+def _is_on_cpu(layer):
+    return layer.tensor_list()[0].device.type == "cpu"
+
+
+def _mapped_pages(layer, mapped):
+    """Address ranges of the pages that hold nothing but one of the layer's tensors, and stand in a file.
+
+    To give back memory that is not a file's would be to lose the weights. Biases are copies, and small.
+    """
+    ranges = []
+    for tensor in layer.tensor_list():
+        start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        start, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if start < end and any(low <= start and end <= high for low, high in mapped):
+            ranges.append((start, end))
+    return ranges
 
 
 def _mapped_regions():
