@@ -6,6 +6,7 @@ import warnings
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 from .errors import RiverError  # noqa: E402
-from .llm import RiverLLM, Settings, load  # noqa: E402
+from .llm import RiverLLM, load  # noqa: E402
+from .settings import Settings  # noqa: E402
 
 __all__ = ["RiverError", "RiverLLM", "Settings", "load"]

@@ -22,8 +22,9 @@ from .controller import FixedDepth, Similarity, make_exit_rule
 from .decode import Decoder
 from .errors import RiverError
 from .linear import Linear, QuantLinear, layout_for
-from .llm import RiverLLM, Settings, load
+from .llm import RiverLLM, load
 from .model import DecoderLayer, Llama, RMSNorm
+from .settings import Settings
 
 DEFAULT_MODEL = Path(__file__).resolve().parents[1] / "weights" / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
 LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 500000.0}

@@ -197,6 +197,18 @@ def generate(decoder, prompts, max_new_tokens, stop_ids, sampler):
     yield Step(_of_running(sampler(logits), running), exit_layer)
 
 
+def teacher_force(decoder, prompt, continuation):
+    """Yield (logits [vocab] float32, exit_layer) for each token of a continuation that is given, not chosen.
+
+    The first come from the prompt's prefill, each other from one decode step, as in `generate`.
+    """
+    logits, exit_layer = decoder.prefill([prompt])
+    yield logits[0], exit_layer
+    for token in continuation[:-1]:
+        logits, exit_layer = decoder.decode_one_token(torch.tensor([token], device=logits.device))
+        yield logits[0], exit_layer
+
+
 def _of_running(tokens, running):
     return [token if runs else None for token, runs in zip(tokens.tolist(), running.tolist())]
 

@@ -7,10 +7,8 @@ for step in run:
 print(run.mean_exit_layer)
 """
 
-import math
 import time
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,38 +21,10 @@ from .errors import RiverError
 from .exits import load_quantized_head, load_river
 from .offload import check_offload, offload_layers
 from .quantize import check_settings
-from .sampling import Sampler
+from .settings import Settings
 from .tokenizer import load_tokenizer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-@dataclass
-class Settings:
-    """How to generate; see `generate.py --help` for each."""
-
-    max_new_tokens: int = 256
-    exit_rule: str = "similarity"
-    tau: float = 0.5
-    kv: str = "share"
-    exit_layer: int | None = None
-    prefill: str | None = None  # the device's default
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = None
-
-    def __post_init__(self):
-        """Refuse what no model could take; `exit_layer` and `prefill` are checked when the decoder is made."""
-        if self.max_new_tokens < 0:
-            raise RiverError(f"max-new-tokens is {self.max_new_tokens}, but should be 0 or above")
-        if not math.isfinite(self.tau):
-            raise RiverError(f"tau is {self.tau}, but should be a number (1 or more never exits)")
-        self.sampler()
-
-    def sampler(self, device="cpu"):
-        """A fresh `Sampler`, so that a seed gives the same text in every run."""
-        return Sampler(self.temperature, self.top_k, self.top_p, self.seed, device)
 
 
 def load(

@@ -170,3 +170,18 @@ def test_a_token_that_the_model_does_not_know_is_refused(tmp_path):
     llm = load(folder, device="cpu")
     with pytest.raises(RiverError, match="the model knows 500"):
         llm.generate("".join(map(chr, range(33, 500))), raw=True)
+
+
+def test_settings_have_a_short_form():
+    """What evaluate and analyze compare is written with the names of generate.py's switches."""
+    parse = river_package.settings.parse_setting
+    assert parse("kv=mask, tau=0.9") == river_package.Settings(kv="mask", tau=0.9)
+    assert parse("exit-layer=3,prefill=exit", tau=0.7) == river_package.Settings(exit_layer=3, prefill="exit", tau=0.7)
+    assert parse("backbone").exit_rule == "never"
+    assert parse("full4bit").exit_layer == 0 and parse("full4bit").prefill == "river"
+
+
+@pytest.mark.parametrize("text", ["", "tau", "tau=", "tau=x", "tau=nan", "depth=3", "tau=0.5,,", "exit-layer=1.5"])
+def test_a_wrong_setting_is_named(text):
+    with pytest.raises(river_package.RiverError, match="tau|depth|exit-layer|setting"):
+        river_package.settings.parse_setting(text)

@@ -1,0 +1,75 @@
+"""How to generate: the settings that generate.py has switches for, and their short form for comparisons."""
+
+import math
+from dataclasses import dataclass
+
+from .errors import RiverError
+from .sampling import Sampler
+
+
+@dataclass
+class Settings:
+    """How to generate; see `generate.py --help` for each."""
+
+    max_new_tokens: int = 256
+    exit_rule: str = "similarity"
+    tau: float = 0.5
+    kv: str = "share"
+    exit_layer: int | None = None
+    prefill: str | None = None  # the device's default
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+
+    def __post_init__(self):
+        """Refuse what no model could take; `exit_layer` and `prefill` are checked when the decoder is made."""
+        if self.max_new_tokens < 0:
+            raise RiverError(f"max-new-tokens is {self.max_new_tokens}, but should be 0 or above")
+        if not math.isfinite(self.tau):
+            raise RiverError(f"tau is {self.tau}, but should be a number (1 or more never exits)")
+        self.sampler()
+
+    def sampler(self, device="cpu"):
+        """A fresh `Sampler`, so that a seed gives the same text in every run."""
+        return Sampler(self.temperature, self.top_k, self.top_p, self.seed, device)
+
+
+NAMED_SETTINGS = {
+    "backbone": {"exit_rule": "never", "prefill": "backbone"},
+    "full4bit": {"exit_rule": "fixed", "exit_layer": 0, "prefill": "river"},  # no backbone, for the prompt either
+}
+PARTS = {
+    "exit_rule": str, "tau": float, "kv": str, "exit_layer": int, "prefill": str,
+    "temperature": float, "top_k": int, "top_p": float, "seed": int,
+}  # fmt: skip
+
+
+def parse_setting(text, **defaults):
+    """`Settings` from "backbone", "full4bit", or switches of generate.py, as in "kv=mask,tau=0.9".
+
+    Args:
+        text: names and `switch=value` pairs with commas between them, a later one over an earlier one.
+        defaults: fields of `Settings` that the text does not set.
+
+    Raises:
+        RiverError: an unknown name or switch, or a value that it cannot have.
+    """
+    fields = dict(defaults)
+    for part in text.split(","):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not equals and name in NAMED_SETTINGS:
+            fields |= NAMED_SETTINGS[name]
+            continue
+        key = name.replace("-", "_")
+        if not equals or key not in PARTS:
+            switches = ", ".join(known.replace("_", "-") for known in PARTS)
+            raise RiverError(
+                f"setting {text!r}: {part!r} is not known; it takes {', '.join(NAMED_SETTINGS)}, and "
+                f"switch=value with the switches {switches}"
+            )
+        try:
+            fields[key] = PARTS[key](value)
+        except ValueError as error:
+            raise RiverError(f"setting {text!r}: {name} cannot be {value!r}") from error
+    return Settings(**fields)
