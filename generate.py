@@ -55,6 +55,8 @@ def parse_arguments(argv=None):
         help="similarity (default), confidence, margin, entropy, oracle",
     )
     add("--kv", default="share", metavar="NAME", help="share (the river), recompute, propagate, mask or monotonic")
+    add("--lossless", action="store_true", help="the river drafts, the backbone verifies: its own text, faster")
+    add("--draft", type=int, metavar="N", help="with --lossless: draft N tokens at a time (default: adapts)")
     add("--prefill", metavar="MODE", help="exit, backbone or river (default: backbone on a CPU, else exit)")
     add("--quantizer", default="hqq", metavar="NAME", help="hqq (default) or rtn")
     add(
@@ -259,7 +261,15 @@ def print_statistics(run):
         lines.append(f"weights read: {run.nbytes_per_step / 1e6:.1f} MB a step, {gigabytes_per_s:.1f} GB/s")
     if run.prefill_exit_layer is not None:
         lines.append(f"backbone layers run, of {L}: prompt {run.prefill_exit_layer}")
-    if run.exit_layers:
+    if run.drafting:
+        d = run.drafting
+        share = f" ({d.acceptance:.0%})" if d.drafted else ""
+        lines.append(
+            f"lossless: {d.drafted} tokens drafted, {d.accepted} accepted{share}, {d.verifications} verifications"
+        )
+        if d.verifications:
+            lines[-1] += f" of {len(run.exit_layers) / d.verifications:.1f} tokens each"
+    elif run.exit_layers:
         lines[-1] += f", decode {run.mean_exit_layer:.1f} on average"
         depths = Counter(run.exit_layers)
         for depth in sorted(depths):
@@ -272,6 +282,7 @@ def report(run, row, prompt, args):
     """The JSON object of one prompt."""
     decode_steps = max(0, len(run.tokens[row]) - 1)
     exit_layers = run.exit_layers[:decode_steps]
+    counts = {name: getattr(run.drafting, name) for name in ("drafted", "accepted", "verifications") if run.drafting}
     return {
         "model": args.model,
         "n_layers": run.llm.config.n_layers,
@@ -288,6 +299,7 @@ def report(run, row, prompt, args):
         "ttft_s": run.ttft_s,
         "decode_tokens_per_s": run.decode_tokens_per_s,
         "stop_reason": run.stop_reasons[row] or "length",
+        **counts,
     }
 
 

@@ -7,6 +7,7 @@ for step in run:
 print(run.mean_exit_layer)
 """
 
+import functools
 import time
 from collections import Counter
 from pathlib import Path
@@ -19,6 +20,8 @@ from .controller import make_exit_rule
 from .decode import Decoder, generate
 from .errors import RiverError
 from .exits import load_quantized_head, load_river
+from .linear import layout_for
+from .lossless import Drafting, draft_and_verify
 from .offload import check_offload, offload_layers
 from .quantize import check_settings
 from .settings import Settings
@@ -82,14 +85,29 @@ def load(
         model, river = compile_model(model, river, log)
     if offload is not None:
         model.layers = offload_layers(model.layers, offload)
-    return RiverLLM(model, river, tokenizer)
+
+    def draft_head():
+        if quantize_head or layout_for(model.lm_head.shape, group_size, model.dtype, device) == "plain":
+            return model.lm_head
+        return load_quantized_head(model, folder, quantizer, group_size, log)
+
+    return RiverLLM(model, river, tokenizer, draft_head)
 
 
 class RiverLLM:
-    """A loaded model: `model` (the backbone), `river` (its exit layers) and `tokenizer`."""
+    """A loaded model: `model` (the backbone), `river` (its exit layers) and `tokenizer`.
 
-    def __init__(self, model, river, tokenizer):
+    `load_draft_head` is a function without arguments that returns the head for lossless drafts.
+    """
+
+    def __init__(self, model, river, tokenizer, load_draft_head):
         self.model, self.river, self.tokenizer = model, river, tokenizer
+        self.load_draft_head = load_draft_head
+
+    @functools.cached_property
+    def draft_head(self):
+        """The LM head that drafts are read with: in 4 bits where a kernel takes it, since a draft need not be exact."""
+        return self.load_draft_head()
 
     @property
     def config(self):
@@ -124,6 +142,11 @@ class RiverLLM:
 
     def decoder(self, settings, batch, max_len):
         """A `Decoder` with an empty cache for these `Settings`."""
+        if settings.lossless:
+            if batch > 1:
+                raise RiverError("lossless decoding is for one prompt at a time")
+            drafts_leave = make_exit_rule("fixed", self.model, exit_layer=settings.exit_layer or 0)
+            return Decoder(self.model, self.river, drafts_leave, "backbone", batch, max_len)
         rule = make_exit_rule(settings.exit_rule, self.model, settings.tau, settings.exit_layer)
         prefill = settings.prefill
         if prefill is None and settings.exit_rule == "oracle":
@@ -149,6 +172,7 @@ class Generation:
             model's context is full), or None while it runs.
         prefill_exit_layer: backbone layers that the prompt went through, or None before it has.
         exit_layers: backbone layers run, one for each decode step.
+        drafting: the `Drafting` of a lossless run, with its counts, or None.
         ttft_s: seconds from the start to the first token, or None.
         decode_s: seconds from the first token to the latest.
     """
@@ -176,6 +200,7 @@ class Generation:
         self.texts = [""] * rows
         self.stop_reasons = [None] * rows
         self.prefill_exit_layer, self.exit_layers = None, []
+        self.drafting = Drafting(settings.draft) if settings.lossless else None
         self.ttft_s, self.decode_s = None, 0.0
         self._steps = self._run()
 
@@ -187,7 +212,7 @@ class Generation:
         stops = self.llm.config.eos_token_ids
         streams = [self.llm.tokenizer.stream() for _ in self.tokens]
         started = time.perf_counter()
-        for step in generate(self.decoder, self.prompt_ids, self.limit, stops, self.sampler):
+        for step in self._decode(stops):
             if self.ttft_s is None:
                 self.ttft_s = time.perf_counter() - started
                 self.prefill_exit_layer = step.exit_layer
@@ -196,6 +221,12 @@ class Generation:
                 self.exit_layers.append(step.exit_layer)
             step.texts = [self._extend(row, token, stops, streams[row]) for row, token in enumerate(step.tokens)]
             yield step
+
+    def _decode(self, stops):
+        if not self.drafting:
+            return generate(self.decoder, self.prompt_ids, self.limit, stops, self.sampler)
+        head, (prompt,) = self.llm.draft_head, self.prompt_ids
+        return draft_and_verify(self.decoder, head, prompt, self.limit, stops, self.sampler, self.drafting)
 
     def _extend(self, row, token, stops, stream):
         """Take one row's new token; returns what its text grew by."""
@@ -237,9 +268,15 @@ class Generation:
 
     @property
     def nbytes_per_step(self):
-        """Mean bytes of weights that a decode step read; None without decode steps."""
+        """Mean bytes of weights that were read for a decoded token; None without decode steps."""
         if not self.exit_layers:
             return None
+        if self.drafting:
+            verifying = self.llm.step_nbytes(self.llm.config.n_layers, self.decoder.kv)
+            drafting = self.llm.step_nbytes(self.decoder.exit_rule.exit_layer, self.decoder.kv)
+            drafting += self.llm.draft_head.nbytes - self.llm.model.lm_head.nbytes
+            counts = self.drafting.verifications, self.drafting.drafted
+            return (counts[0] * verifying + counts[1] * drafting) / len(self.exit_layers)
         depths = Counter(self.exit_layers)
         return sum(self.llm.step_nbytes(d, self.decoder.kv) * n for d, n in depths.items()) / len(self.exit_layers)
 

@@ -48,9 +48,20 @@ class Sampler:
                 "the model's logits are not finite numbers: its weights are damaged, or too large "
                 "for this dtype (try --dtype float32)"
             )
-        if self.temperature == 0:
-            return tokens
-        return torch.multinomial(self.probabilities(logits), 1, generator=self.generator)[:, 0]
+        return tokens if self.greedy else self.draw(self.probabilities(logits))
+
+    @property
+    def greedy(self):
+        """Whether there is nothing random about the choice."""
+        return self.temperature == 0
+
+    def draw(self, weights):
+        """One token of each row: int64 [B], with the chances that the weights [B, vocab] have to each other."""
+        return torch.multinomial(weights, 1, generator=self.generator)[:, 0]
+
+    def uniform(self):
+        """A random number in [0, 1)."""
+        return torch.rand((), generator=self.generator, device=self.generator.device).item()
 
     def probabilities(self, logits):
         """The distribution that is sampled from, float32 [B, vocab] (temperature above 0)."""

@@ -17,6 +17,8 @@ class Settings:
     kv: str = "share"
     exit_layer: int | None = None
     prefill: str | None = None  # the device's default
+    lossless: bool = False
+    draft: int | None = None  # as many as pay
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
@@ -28,6 +30,12 @@ class Settings:
             raise RiverError(f"max-new-tokens is {self.max_new_tokens}, but should be 0 or above")
         if not math.isfinite(self.tau):
             raise RiverError(f"tau is {self.tau}, but should be a number (1 or more never exits)")
+        if self.draft is not None and self.draft < 0:
+            raise RiverError(f"draft is {self.draft}, but should be 0 or above")
+        if self.lossless and (self.kv != "share" or self.prefill not in (None, "backbone")):
+            raise RiverError("lossless decoding needs --kv share and --prefill backbone")
+        if self.lossless and self.exit_rule not in ("similarity", "fixed"):
+            raise RiverError("lossless drafts leave at a fixed depth: --exit-layer N, 0 unless given")
         self.sampler()
 
     def sampler(self, device="cpu"):
@@ -37,16 +45,17 @@ class Settings:
 
 NAMED_SETTINGS = {
     "backbone": {"exit_rule": "never", "prefill": "backbone"},
+    "lossless": {"lossless": True},
     "full4bit": {"exit_rule": "fixed", "exit_layer": 0, "prefill": "river"},  # no backbone, for the prompt either
 }
 PARTS = {
-    "exit_rule": str, "tau": float, "kv": str, "exit_layer": int, "prefill": str,
+    "exit_rule": str, "tau": float, "kv": str, "exit_layer": int, "prefill": str, "draft": int,
     "temperature": float, "top_k": int, "top_p": float, "seed": int,
 }  # fmt: skip
 
 
 def parse_setting(text, **defaults):
-    """`Settings` from "backbone", "full4bit", or switches of generate.py, as in "kv=mask,tau=0.9".
+    """`Settings` from "backbone", "full4bit", "lossless", or switches of generate.py, as in "kv=mask,tau=0.9".
 
     Args:
         text: names and `switch=value` pairs with commas between them, a later one over an earlier one.
