@@ -400,7 +400,7 @@ def random_llm(values, compile, device, log):
     river = layers(1)
     if compile:
         model, river = compile_model(model, river, log)
-    return RiverLLM(model, river, None, lambda: model.lm_head)
+    return RiverLLM(model, river, None, None)
 
 
 def print_memory(args, positions=65536, resident_layers=4):

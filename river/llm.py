@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 
 from .checkpoint import load_model
-from .compile import compile_model
+from .compile import compile_blocks, compile_model
 from .controller import make_exit_rule
 from .decode import Decoder, generate
 from .errors import RiverError
 from .exits import load_quantized_head, load_river
 from .linear import layout_for
-from .lossless import Drafting, draft_and_verify
+from .lossless import BLOCK, Drafting, draft_and_verify
 from .offload import check_offload, offload_layers
 from .quantize import check_settings
 from .settings import Settings
@@ -86,28 +86,33 @@ def load(
     if offload is not None:
         model.layers = offload_layers(model.layers, offload)
 
-    def draft_head():
+    def prepare_drafts():
+        if compile and compile_blocks(model, BLOCK, log):
+            choices = (0, BLOCK - 1)
+        else:
+            choices = Drafting.choices
         if quantize_head or layout_for(model.lm_head.shape, group_size, model.dtype, device) == "plain":
-            return model.lm_head
-        return load_quantized_head(model, folder, quantizer, group_size, log)
+            return model.lm_head, choices
+        return load_quantized_head(model, folder, quantizer, group_size, log), choices
 
-    return RiverLLM(model, river, tokenizer, draft_head)
+    return RiverLLM(model, river, tokenizer, prepare_drafts)
 
 
 class RiverLLM:
     """A loaded model: `model` (the backbone), `river` (its exit layers) and `tokenizer`.
 
-    `load_draft_head` is a function without arguments that returns the head for lossless drafts.
+    `prepare_drafts` is a function without arguments, called before the first lossless run, that returns the head
+    that drafts are read with and the numbers of drafts that pay.
     """
 
-    def __init__(self, model, river, tokenizer, load_draft_head):
+    def __init__(self, model, river, tokenizer, prepare_drafts):
         self.model, self.river, self.tokenizer = model, river, tokenizer
-        self.load_draft_head = load_draft_head
+        self.prepare_drafts = prepare_drafts
 
     @functools.cached_property
-    def draft_head(self):
-        """The LM head that drafts are read with: in 4 bits where a kernel takes it, since a draft need not be exact."""
-        return self.load_draft_head()
+    def draft_head_and_choices(self):
+        """(head, numbers of drafts): the head is in 4 bits where a kernel takes it, since a draft need not be exact."""
+        return self.prepare_drafts()
 
     @property
     def config(self):
@@ -200,7 +205,10 @@ class Generation:
         self.texts = [""] * rows
         self.stop_reasons = [None] * rows
         self.prefill_exit_layer, self.exit_layers = None, []
-        self.drafting = Drafting(settings.draft) if settings.lossless else None
+        self.drafting = None
+        if settings.lossless:
+            self.draft_head, choices = llm.draft_head_and_choices
+            self.drafting = Drafting(choices if settings.draft is None else (settings.draft,))
         self.ttft_s, self.decode_s = None, 0.0
         self._steps = self._run()
 
@@ -225,8 +233,8 @@ class Generation:
     def _decode(self, stops):
         if not self.drafting:
             return generate(self.decoder, self.prompt_ids, self.limit, stops, self.sampler)
-        head, (prompt,) = self.llm.draft_head, self.prompt_ids
-        return draft_and_verify(self.decoder, head, prompt, self.limit, stops, self.sampler, self.drafting)
+        (prompt,) = self.prompt_ids
+        return draft_and_verify(self.decoder, self.draft_head, prompt, self.limit, stops, self.sampler, self.drafting)
 
     def _extend(self, row, token, stops, stream):
         """Take one row's new token; returns what its text grew by."""
@@ -274,7 +282,7 @@ class Generation:
         if self.drafting:
             verifying = self.llm.step_nbytes(self.llm.config.n_layers, self.decoder.kv)
             drafting = self.llm.step_nbytes(self.decoder.exit_rule.exit_layer, self.decoder.kv)
-            drafting += self.llm.draft_head.nbytes - self.llm.model.lm_head.nbytes
+            drafting += self.draft_head.nbytes - self.llm.model.lm_head.nbytes
             counts = self.drafting.verifications, self.drafting.drafted
             return (counts[0] * verifying + counts[1] * drafting) / len(self.exit_layers)
         depths = Counter(self.exit_layers)

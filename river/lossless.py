@@ -13,19 +13,20 @@ import torch
 from .controller import Never
 from .decode import Step
 
-MOST_DRAFTED = 12  # tokens; beyond it a block costs more, and hardly any draft is that good
-DRAFT_COST = 0.55  # of a drafted token, in backbone steps: what the acceptance is weighed against
+BLOCK = 4  # tokens for which a block is compiled; a larger one would be bound by arithmetic, not by the memory
+# Costs in steps of the backbone, measured on two cores: what the acceptance is weighed against.
+DRAFT_COST, BLOCK_COST = 0.4, 1.5
 
 
 @dataclass
 class Drafting:
     """How many tokens to draft, from how many were accepted lately; and the counts of a run.
 
-    `fixed`: always so many, or None to adapt. The number follows from what was accepted and not from the
-    clock, so that a seed gives the same text on any machine.
+    `choices`: numbers of drafts to choose from. The choice follows from what was accepted and not from the clock,
+    so that a seed gives the same text again.
     """
 
-    fixed: int | None = None
+    choices: tuple = tuple(range(8))
     verifications: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -33,14 +34,11 @@ class Drafting:
 
     def length(self):
         """Drafts for the next block: as many as promise the most tokens for the time."""
-        if self.fixed is not None:
-            return self.fixed
-        a = self.expected
 
         def tokens_per_cost(k):
-            return sum(a**i for i in range(k + 1)) / (1 + DRAFT_COST * k)
+            return sum(self.expected**i for i in range(k + 1)) / (BLOCK_COST + DRAFT_COST * k if k else 1)
 
-        return max(range(MOST_DRAFTED + 1), key=tokens_per_cost)
+        return max(self.choices, key=tokens_per_cost)
 
     def note(self, drafted, accepted):
         """Take in a block of `drafted` tokens, of which the first `accepted` were right."""

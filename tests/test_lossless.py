@@ -40,7 +40,10 @@ def plain(model, prompt, tokens, stops=(), max_len=256):
 
 def lossless(model, river, prompt, tokens, stops=(), draft=None, depth=0, max_len=256):
     """(tokens, decoder, drafting) of a greedy lossless run."""
-    decoder, drafting = Decoder(model, river, FixedDepth(depth), "backbone", max_len=max_len), Drafting(draft)
+    decoder, drafting = (
+        Decoder(model, river, FixedDepth(depth), "backbone", max_len=max_len),
+        Drafting() if draft is None else Drafting((draft,)),
+    )
     steps = draft_and_verify(decoder, model.lm_head, prompt, tokens, stops, Sampler(), drafting)
     return [step.tokens[0] for step in steps], decoder, drafting
 
@@ -79,7 +82,7 @@ def test_the_cache_is_that_of_a_plain_backbone_after_each_step(tiny_model, river
     want_tokens, want = plain(tiny_model, PROMPT, 40)
     decoder = Decoder(tiny_model, river, FixedDepth(0), "backbone", max_len=256)
     decoder.cache.data.fill_(float("nan"))
-    steps = draft_and_verify(decoder, tiny_model.lm_head, PROMPT, 40, (), Sampler(), Drafting(5))
+    steps = draft_and_verify(decoder, tiny_model.lm_head, PROMPT, 40, (), Sampler(), Drafting((5,)))
     for count, _ in enumerate(steps):
         filled = len(PROMPT) + count
         assert decoder.length == filled and decoder.tokens[0].tolist() == PROMPT + want_tokens[:count]
@@ -107,7 +110,7 @@ def test_no_more_tokens_and_slots_than_asked_for(tiny_model, tokens):
 def test_the_number_of_drafts_follows_the_acceptance(tiny_model):
     all_right = lossless(tiny_model, tiny_model.layers, PROMPT, 200)[2]
     none_right = lossless(tiny_model, noise(tiny_model), PROMPT, 200)[2]
-    assert all_right.drafted / all_right.verifications > 5
+    assert all_right.drafted / all_right.verifications > 4
     assert none_right.drafted / none_right.verifications < 1  # mostly plain steps, with a try now and then
     assert none_right.drafted > 5
 
@@ -204,6 +207,8 @@ def test_what_cannot_be_lossless_is_refused(llm, settings, named):
 def test_drafts_are_read_with_a_4_bit_head_and_the_text_with_the_full_one(tmp_path):
     """In bfloat16 a kernel takes the head: only drafts may go through it."""
     llm = load(write_tiny_checkpoint(tmp_path / "tiny"), device="cpu")
-    assert isinstance(llm.model.lm_head, Linear) and llm.draft_head.nbytes < 0.4 * llm.model.lm_head.nbytes
+    assert (
+        isinstance(llm.model.lm_head, Linear) and llm.draft_head_and_choices[0].nbytes < 0.4 * llm.model.lm_head.nbytes
+    )
     run = llm.generate("Hello", lossless=True, max_new_tokens=30)
     assert len(text(run)) and run.drafting.acceptance > 0
