@@ -58,7 +58,12 @@ def parse_arguments(argv=None):
     add("--lossless", action="store_true", help="the river drafts, the backbone verifies: its own text, faster")
     add("--draft", type=int, metavar="N", help="with --lossless: draft N tokens at a time (default: adapts)")
     add("--prefill", metavar="MODE", help="exit, backbone or river (default: backbone on a CPU, else exit)")
-    add("--quantizer", default="hqq", metavar="NAME", help="hqq (default) or rtn")
+    add(
+        "--quantizer",
+        default="hqq",
+        metavar="NAME",
+        help="hqq (default), rtn, best or awq",
+    )
     add(
         "--group-size",
         type=int,
@@ -66,7 +71,8 @@ def parse_arguments(argv=None):
         metavar="N",
         help="64 (default), 32, 128, 256 if it divides the widths; others: slow",
     )
-    add("--quantize-head", action="store_true", help="the LM head in 4 bits too (the paper leaves it as it is)")
+    add("--bits", type=int, default=4, metavar="N", help="of a weight: 4 (default), 3 or 8; 8 has no groups")
+    add("--quantize-head", action="store_true", help="the LM head in as few bits too (the paper leaves it as it is)")
     add = parser.add_argument_group("sampling").add_argument
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
     add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
@@ -120,6 +126,7 @@ def run(args):
             dtype=args.dtype,
             quantizer=args.quantizer,
             group_size=args.group_size,
+            bits=args.bits,
             chat_format=args.chat_format,
             quantize_head=args.quantize_head,
             compile=args.compile,

@@ -36,6 +36,7 @@ def load(
     dtype="bfloat16",
     quantizer="hqq",
     group_size=64,
+    bits=4,
     chat_format=None,
     quantize_head=False,
     compile=False,
@@ -48,9 +49,9 @@ def load(
         folder: config.json, safetensors and tokenizer files, as on the Hugging Face hub.
         device: "auto" (CUDA if there is one), "cpu", "cuda", ...
         dtype: of weights and activations: "bfloat16", "float16" or "float32".
-        quantizer, group_size: of the river, see quantize.py.
+        quantizer, group_size, bits: of the river (and the head), see quantize.py.
         chat_format: a name of chat.py, or None to detect it from the checkpoint.
-        quantize_head: the LM head in 4 bits too, for backbone and river alike.
+        quantize_head: the LM head in as few bits too, for backbone and river alike.
         compile: decode through compiled layers, see compile.py.
         offload: keep only so many backbone layers in fast memory, see offload.py; None keeps all.
         log: called with (line, done) about slow work.
@@ -61,7 +62,7 @@ def load(
     folder = Path(folder)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    check_settings(quantizer, group_size)
+    check_settings(quantizer, group_size, bits)
     try:
         torch.ones(1, device=device).item()  # what there is a name for need not be there, or hold data
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -72,15 +73,13 @@ def load(
     if offload is not None:
         check_offload(model.layers, offload)  # now, and not after the river has been built
     tokenizer = load_tokenizer(folder, chat_format)
-    river = load_river(model, folder, quantizer, group_size, log)
-    slow = [name for name, linear in river[0].parts() if getattr(linear, "layout", "") == "plain"]
+    river = load_river(model, folder, quantizer, group_size, bits, log)
+    slow = [name for name, linear in river[0].parts() if getattr(linear, "layout", "").startswith("plain")]
     if slow:
-        log(
-            f"no int4 kernel takes {dtype} in groups of {group_size} for {', '.join(slow)}: the river will be slow",
-            True,
-        )
+        what = f"int8 kernel takes {dtype}" if bits == 8 else f"int4 kernel takes {dtype} in groups of {group_size}"
+        log(f"no {what} for {', '.join(slow)}: the river will be slow", True)
     if quantize_head:
-        model.lm_head = load_quantized_head(model, folder, quantizer, group_size, log)
+        model.lm_head = load_quantized_head(model, folder, quantizer, group_size, bits, log)
     if compile:
         model, river = compile_model(model, river, log)
     if offload is not None:

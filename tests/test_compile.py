@@ -256,6 +256,19 @@ def test_the_default_model_compiled_chooses_the_same_words(default_model_folder,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("quantizer, bits", (("awq", 4), ("hqq", 8), ("awq", 8)))
+def test_scaled_inputs_and_eight_bits_compile(quantizer, bits, cache_folder, tmp_path):
+    folder = write_tiny_checkpoint(tmp_path / "tiny", intermediate_size=192)
+    model = load_model(folder)
+    river = load_river(model, folder, quantizer, bits=bits)
+    lines = []
+    compiled = compile_model(model, river, lambda line, done: lines.append(line))
+    assert not [line for line in lines if "without" in line], lines
+    eager, fused = teacher_forced(model, river, 0), teacher_forced(*compiled, 0)
+    assert (eager - fused).abs().max() < 0.05 * eager.abs().max()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ("ministral3", "qwen2", "qwen3", "phi4mini", "mistral_swa", "llama_bias"))
 def test_every_kind_of_family_compiles(family_folder, expected, name, cache_folder, tmp_path):
     """Query scaling, biases, head norms, partial rotary; a window that begins to slide goes back to the layer."""
