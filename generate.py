@@ -46,7 +46,7 @@ def parse_arguments(argv=None):
     add("--offload", type=int, metavar="N", help="keep only the first N backbone layers in fast memory")
     add("--chat-format", metavar="NAME", help="instead of what the checkpoint's template tells")
     add = parser.add_argument_group("the river").add_argument
-    add("--tau", type=float, default=0.5, help="leave above this similarity (default: 0.5); 1 never leaves")
+    add("--tau", type=tau, default=0.5, help="leave above this similarity (default: 0.5); 1 never leaves; or auto")
     add("--exit-layer", type=int, metavar="N", help="leave after N layers instead: 0 river, L backbone alone")
     add(
         "--exit-rule",
@@ -82,6 +82,11 @@ def parse_arguments(argv=None):
     add("--show-exits", action="store_true", help="mark each token with the depth at which it left")
     add("--json", action="store_true", help="print one JSON object instead of the text")
     return parser.parse_args(argv)
+
+
+def tau(text):
+    """A number, or "auto", which river.calibrate has found."""
+    return text if text == "auto" else float(text)
 
 
 def main(argv=None):
@@ -133,6 +138,10 @@ def run(args):
             offload=args.offload,
             log=log,
         )
+        if args.tau == "auto" and args.exit_layer is None:
+            g = llm.guarantee
+            sure = f"{g['target']} with {g['confidence']:.0%} confidence on {g['text']} ({g['texts']} pieces)"
+            print(f"tau auto: {g['tau']}, which keeps {sure}", file=sys.stderr)
         if prompts is None:
             chat(llm, args, settings)
         else:

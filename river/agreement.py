@@ -20,15 +20,15 @@ BACKBONE = Settings(**NAMED_SETTINGS["backbone"])
 class TextAgreement(NamedTuple):
     """One setting on one text.
 
-    hits: tokens that are the setting's most likely ones too. tokens: of the text, its stop token included.
-    kl: the sum over the tokens of KL(backbone || setting), in nats. exit_layers: backbone layers run, one
+    hits: tokens at which the setting's most likely one is the backbone's. tokens: of the text, its stop token included.
+    kls: KL(backbone || setting) of each token, in nats. exit_layers: backbone layers run, one
     for each decode step; the first token comes from the prompt, which is no decode step. decode_s: seconds
     that the decode steps took.
     """
 
     hits: int
     tokens: int
-    kl: float
+    kls: list
     exit_layers: list
     decode_s: float
 
@@ -76,13 +76,13 @@ def _forced(llm, setting, prompt, tokens):
 
 
 def _compare(llm, setting, prompt, tokens, reference):
-    hits, kl, depths, seconds = 0, 0.0, [], []
+    hits, kls, depths, seconds = 0, [], [], []
     steps = _forced(llm, setting, prompt, tokens)
-    for token, expected in zip(tokens, reference, strict=True):
+    for expected in reference:
         started = time.perf_counter()
         logits, depth = next(steps)
-        hits += int(logits.argmax()) == token
+        hits += int(logits.argmax()) == int(expected.argmax())
         seconds.append(time.perf_counter() - started)
-        kl += F.kl_div(logits.log_softmax(-1), expected, reduction="sum", log_target=True).item()
+        kls.append(F.kl_div(logits.log_softmax(-1), expected, reduction="sum", log_target=True).item())
         depths.append(depth)
-    return TextAgreement(hits, len(tokens), kl, depths[1:], sum(seconds[1:]))
+    return TextAgreement(hits, len(tokens), kls, depths[1:], sum(seconds[1:]))

@@ -404,7 +404,7 @@ def random_llm(values, compile, device, log):
     river = layers(1)
     if compile:
         model, river = compile_model(model, river, log)
-    return RiverLLM(model, river, None, None)
+    return RiverLLM(model, river, None)
 
 
 if __name__ == "__main__":

@@ -57,13 +57,21 @@ def load_quantized_head(model, folder, quantizer="hqq", group_size=64, bits=4, l
     return _load_quantized("head", head, model, folder, quantizer, group_size, bits, log)["lm_head"]
 
 
+def quantized_path(what, model, folder, quantizer, group_size, bits):
+    """Where the "river" or the "head" of these settings is kept."""
+    width = "" if bits == 4 else f"-b{bits}"
+    dtype = str(model.dtype).removeprefix("torch.")
+    return Path(folder) / f"{what}-{quantizer}-g{group_size}{width}-{model.device.type}-{dtype}.safetensors"
+
+
 def _load_quantized(what, linears, model, folder, quantizer, group_size, bits, log):
     """The quantised twins of `linears`, a dict of name to `Linear`: from their file, or built and saved."""
     check_settings(quantizer, group_size, bits)
-    device = model.device.type
-    dtype = str(model.dtype).removeprefix("torch.")
-    width = "" if bits == 4 else f"-b{bits}"
-    path = Path(folder) / f"{what}-{quantizer}-g{group_size}{width}-{device}-{dtype}.safetensors"
+    path, device, dtype = (
+        quantized_path(what, model, folder, quantizer, group_size, bits),
+        model.device.type,
+        model.dtype,
+    )
     calibration = awq.calibration_ids(folder, model.config) if quantizer == "awq" else None
     identity = _identity(folder, quantizer, group_size, bits, calibration, device, dtype)
     tensors = _stored_tensors(path, identity)
@@ -124,7 +132,7 @@ def _identity(folder, quantizer, group_size, bits, calibration, device, dtype):
             "bits": bits,
             # Text and tokenizer in one; None where no data are used.
             "calibration": calibration and hashlib.sha256(json.dumps(calibration).encode()).hexdigest(),
-            "dtype": dtype,
+            "dtype": str(dtype),
             # PyTorch may lay the codes out differently in each version and for each instruction set.
             "torch": torch.__version__,
             "device": torch.backends.cpu.get_cpu_capability() if device == "cpu" else device,

@@ -19,7 +19,8 @@ from .compile import compile_blocks, compile_model
 from .controller import make_exit_rule
 from .decode import Decoder, generate
 from .errors import RiverError
-from .exits import load_quantized_head, load_river
+from .exits import load_quantized_head, load_river, quantized_path
+from .guarantee import load as load_guarantee
 from .linear import layout_for
 from .lossless import BLOCK, Drafting, draft_and_verify
 from .offload import check_offload, offload_layers
@@ -92,26 +93,37 @@ def load(
             choices = Drafting.choices
         if quantize_head or layout_for(model.lm_head.shape, group_size, model.dtype, device) == "plain":
             return model.lm_head, choices
-        return load_quantized_head(model, folder, quantizer, group_size, log), choices
+        return load_quantized_head(model, folder, quantizer, group_size, log=log), choices
 
-    return RiverLLM(model, river, tokenizer, prepare_drafts)
+    return RiverLLM(
+        model, river, tokenizer, prepare_drafts, quantized_path("river", model, folder, quantizer, group_size, bits)
+    )
 
 
 class RiverLLM:
     """A loaded model: `model` (the backbone), `river` (its exit layers) and `tokenizer`.
 
     `prepare_drafts` is a function without arguments, called before the first lossless run, that returns the head
-    that drafts are read with and the numbers of drafts that pay.
+    that drafts are read with and the numbers of drafts that pay. `river_path` is the river's file.
     """
 
-    def __init__(self, model, river, tokenizer, prepare_drafts):
+    def __init__(self, model, river, tokenizer, prepare_drafts=None, river_path=None):
         self.model, self.river, self.tokenizer = model, river, tokenizer
-        self.prepare_drafts = prepare_drafts
+        self.prepare_drafts, self.river_path = prepare_drafts, river_path
 
     @functools.cached_property
     def draft_head_and_choices(self):
         """(head, numbers of drafts): the head is in 4 bits where a kernel takes it, since a draft need not be exact."""
         return self.prepare_drafts()
+
+    @functools.cached_property
+    def guarantee(self):
+        """What `tau="auto"` stands for: a dict with "tau", "target", "confidence", "text" and "texts".
+
+        Raises:
+            RiverError: nothing has been calibrated for this river.
+        """
+        return load_guarantee(self.river_path)
 
     @property
     def config(self):
@@ -151,7 +163,8 @@ class RiverLLM:
                 raise RiverError("lossless decoding is for one prompt at a time")
             drafts_leave = make_exit_rule("fixed", self.model, exit_layer=settings.exit_layer or 0)
             return Decoder(self.model, self.river, drafts_leave, "backbone", batch, max_len)
-        rule = make_exit_rule(settings.exit_rule, self.model, settings.tau, settings.exit_layer)
+        tau = self.guarantee["tau"] if settings.tau == "auto" else settings.tau
+        rule = make_exit_rule(settings.exit_rule, self.model, tau, settings.exit_layer)
         prefill = settings.prefill
         if prefill is None and settings.exit_rule == "oracle":
             prefill = "backbone"

@@ -13,7 +13,7 @@ class Settings:
 
     max_new_tokens: int = 256
     exit_rule: str = "similarity"
-    tau: float = 0.5
+    tau: float | str = 0.5  # or "auto"
     kv: str = "share"
     exit_layer: int | None = None
     prefill: str | None = None  # the device's default
@@ -28,7 +28,9 @@ class Settings:
         """Refuse what no model could take; `exit_layer` and `prefill` are checked when the decoder is made."""
         if self.max_new_tokens < 0:
             raise RiverError(f"max-new-tokens is {self.max_new_tokens}, but should be 0 or above")
-        if not math.isfinite(self.tau):
+        if self.tau == "auto" and (self.exit_rule != "similarity" or self.kv != "share"):
+            raise RiverError("tau auto is for --exit-rule similarity and --kv share, with which it was calibrated")
+        if self.tau != "auto" and not math.isfinite(self.tau):
             raise RiverError(f"tau is {self.tau}, but should be a number (1 or more never exits)")
         if self.draft is not None and self.draft < 0:
             raise RiverError(f"draft is {self.draft}, but should be 0 or above")
@@ -43,13 +45,18 @@ class Settings:
         return Sampler(self.temperature, self.top_k, self.top_p, self.seed, device)
 
 
+def tau_value(text):
+    """A threshold as it is written: a number, or "auto"; a ValueError for anything else."""
+    return text if text == "auto" else float(text)
+
+
 NAMED_SETTINGS = {
     "backbone": {"exit_rule": "never", "prefill": "backbone"},
     "lossless": {"lossless": True},
     "full4bit": {"exit_rule": "fixed", "exit_layer": 0, "prefill": "river"},  # no backbone, for the prompt either
 }
 PARTS = {
-    "exit_rule": str, "tau": float, "kv": str, "exit_layer": int, "prefill": str, "draft": int,
+    "exit_rule": str, "tau": tau_value, "kv": str, "exit_layer": int, "prefill": str, "draft": int,
     "temperature": float, "top_k": int, "top_p": float, "seed": int,
 }  # fmt: skip
 
