@@ -81,6 +81,7 @@ def parse_arguments(argv=None):
     add = parser.add_argument_group("output").add_argument
     add("--show-exits", action="store_true", help="mark each token with the depth at which it left")
     add("--json", action="store_true", help="print one JSON object instead of the text")
+    add("--trace", action="store_true", help="print the tensors of one token's way down instead, as a reading aid")
     return parser.parse_args(argv)
 
 
@@ -117,6 +118,7 @@ def run(args):
     # Imported late, so that --help and a wrong option answer at once.
     try:
         import river
+        from river.trace import trace
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed: pip install -r requirements.txt") from error
 
@@ -142,7 +144,9 @@ def run(args):
             g = llm.guarantee
             sure = f"{g['target']} with {g['confidence']:.0%} confidence on {g['text']} ({g['texts']} pieces)"
             print(f"tau auto: {g['tau']}, which keeps {sure}", file=sys.stderr)
-        if prompts is None:
+        if args.trace:
+            trace(llm, (prompts or ["Hello"])[0], settings, print)
+        elif prompts is None:
             chat(llm, args, settings)
         else:
             run_prompts(llm, prompts, args, settings)
