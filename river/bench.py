@@ -18,7 +18,7 @@ import torch
 
 from .compile import compile_model
 from .config import parse_config
-from .controller import FixedDepth, Similarity, make_exit_rule
+from .controller import FixedDepth, Similarity
 from .decode import Decoder
 from .errors import RiverError
 from .linear import Linear, QuantLinear, layout_for
@@ -54,8 +54,6 @@ def main(argv=None):
     try:
         if args.peak:
             print(peak_resident(load_model(args), args.peak, args))
-        elif args.memory:
-            print_memory(args)
         else:
             run(args)
     except RiverError as error:
@@ -81,9 +79,6 @@ def parse_arguments(argv):
     parser.add_argument("--quantize-head", action="store_true")
     parser.add_argument("--offload", type=int, metavar="N", help="keep only the first N backbone layers resident")
     parser.add_argument("--peer", choices=("transformers",), help="the same checkpoint in its bfloat16, if installed")
-    parser.add_argument(
-        "--memory", action="store_true", help="memory of the named shapes at 64k positions, by arithmetic"
-    )
     parser.add_argument("--peak", metavar="SETTING", help=argparse.SUPPRESS)  # one setting, in a process of its own
     args = parser.parse_args(argv)
     if min(args.rounds, args.tokens, args.prompt_tokens) < 1:
@@ -111,27 +106,25 @@ def log(line, done):
         print(line, file=sys.stderr)
 
 
-def exit_rules(args, model):
-    """The settings to compare: name to exit rule."""
-    n_layers = model.config.n_layers
+def settings_to_compare(args, llm):
+    """The `Settings` to compare, by name; a RiverError, before anything is measured, if this model cannot have one."""
     depths = args.exit_layer or ([4] if args.shape else [])
     taus = [] if args.shape else args.tau or [0.5, 0.9]
-    settings = {"backbone": Settings(exit_layer=n_layers), "full 4-bit": Settings(exit_layer=0)}
+    settings = {"backbone": Settings(exit_layer=llm.config.n_layers), "full 4-bit": Settings(exit_layer=0)}
     settings |= {f"River tau {tau}": Settings(tau=tau) for tau in taus}
     settings |= {f"River depth {depth}": Settings(exit_layer=depth) for depth in depths}
-    return {
-        name: make_exit_rule(setting.exit_rule, model, setting.tau, setting.exit_layer)
-        for name, setting in settings.items()
-    }
+    for setting in settings.values():
+        # Full quantisation has no backbone, for the prompt either.
+        setting.prefill = "river" if setting.exit_layer == 0 else args.prefill
+        llm.decoder(setting, batch=1, max_len=1)
+    return settings
 
 
 def run(args):
     """Measure, print the table, and print it again as JSON."""
-    busy = os.getloadavg()[0]
-    if busy > 0.5:
-        print(f"warning: something else uses the processor (load {busy:.1f}): expect noise", file=sys.stderr)
+    warn_if_busy()
     llm = load_model(args)
-    rules = exit_rules(args, llm.model)
+    settings = settings_to_compare(args, llm)
     highest = min(1000, llm.config.vocab_size)
     prompt = torch.randint(
         highest // 2, highest, (args.prompt_tokens,), generator=torch.Generator().manual_seed(0)
@@ -139,12 +132,12 @@ def run(args):
     if args.prompt_tokens + args.tokens > llm.config.context:
         raise RiverError(f"--prompt-tokens and --tokens exceed the model's context, {llm.config.context}")
     peer = transformers_peer(args.model) if args.peer else None
-    results = {name: [] for name in [*rules, *(["transformers"] if peer else [])]}
+    results = {name: [] for name in [*settings, *(["transformers"] if peer else [])]}
     bandwidths = []
     for number in range(args.rounds + 1):
         bandwidths.append(memory_bandwidth(llm.model.device))
-        for name, rule in rules.items():
-            results[name].append(measure(llm, rule, prompt, args))
+        for name, setting in settings.items():
+            results[name].append(measure(llm, setting, prompt, args.tokens))
         if peer:
             results["transformers"].append(peer(prompt, args.tokens))
         if number == 0:  # warm-up: pages are read and kernels chosen
@@ -152,7 +145,7 @@ def run(args):
             for rounds in results.values():
                 rounds.clear()
     table = summarise(results, statistics.median(bandwidths))
-    for name in rules:
+    for name in settings:
         table[name]["peak_mb"] = measure_peak(args, name)
     print_table(table)
     head = "4-bit head" if args.quantize_head else "bfloat16 head"
@@ -185,22 +178,34 @@ def run(args):
     )
 
 
-def measure(llm, rule, prompt, args):
-    """One round of one setting: a dict of seconds to the first token, seconds a step, depth and bytes."""
-    # Full quantisation has no backbone, for the prompt either.
-    prefill = "river" if rule == FixedDepth(0) else args.prefill
-    decoder = Decoder(llm.model, llm.river, rule, prefill, max_len=len(prompt) + args.tokens + 1)
+def warn_if_busy():
+    busy = os.getloadavg()[0]
+    if busy > 0.5:
+        print(f"warning: something else uses the processor (load {busy:.1f}): expect noise", file=sys.stderr)
+
+
+def measure(llm, settings, prompt, steps, given=None):
+    """One round of one setting: a dict of seconds to the first token, seconds a step, depth and bytes.
+
+    Args:
+        llm: a `RiverLLM`.
+        settings: a `Settings`; tokens are greedy, whatever it says.
+        prompt: token ids.
+        steps: decode steps.
+        given: int64 [steps or more], tokens for them to run in place of those that the setting itself chooses.
+    """
+    decoder = llm.decoder(settings, batch=1, max_len=len(prompt) + steps + 1)
     started = time.perf_counter()
     token = decoder.prefill([prompt])[0].argmax(-1)
     token.item()
     first = time.perf_counter()
     depths = []
-    for _ in range(args.tokens):
-        logits, depth = decoder.decode_one_token(token)
+    for step in range(steps):
+        logits, depth = decoder.decode_one_token(token if given is None else given[step : step + 1])
         token = logits.argmax(-1)
         token.item()
         depths.append(depth)
-    seconds = (time.perf_counter() - first) / args.tokens
+    seconds = (time.perf_counter() - first) / steps
     nbytes = statistics.mean(llm.step_nbytes(depth, decoder.kv) for depth in depths)
     return {"ttft_s": first - started, "step_s": seconds, "depth": statistics.mean(depths), "nbytes": nbytes}
 
@@ -347,8 +352,7 @@ def measure_peak(args, name):
 
 def peak_resident(llm, name, args):
     """Decode 256 tokens with the setting of that name; returns this process's peak resident megabytes."""
-    args.tokens = 256
-    measure(llm, exit_rules(args, llm.model)[name], [5] * args.prompt_tokens, args)
+    measure(llm, settings_to_compare(args, llm)[name], [5] * args.prompt_tokens, steps=256)
     status = Path("/proc/self/status").read_text()  # the peak of rusage would begin with the parent's
     return int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
 
@@ -401,24 +405,6 @@ def random_llm(values, compile, device, log):
     if compile:
         model, river = compile_model(model, river, log)
     return RiverLLM(model, river, None)
-
-
-def print_memory(args, positions=65536, resident_layers=4):
-    """Gigabytes that each shape needs with a full cache, without allocating any."""
-    print(f"GB (10^9 bytes) at {positions} positions, bfloat16 cache; River keeps {resident_layers} backbone layers")
-    titles = "embedding and head | layers, bf16 | layers, 4-bit | cache | backbone | full 4-bit | River | to full 4-bit"
-    print(f"| shape | {titles} |")
-    print("| --- |" + " ---: |" * 8)
-    for name in [args.shape] if args.shape else SHAPES:
-        c = parse_config(SHAPES[name])
-        weights = c.hidden_size * (2 * c.q_size + 2 * c.kv_size + 3 * c.intermediate_size)  # of one layer's linears
-        head = 2 * c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
-        cache = 2 * 2 * c.n_layers * c.kv_size * positions
-        full, four = 2 * weights * c.n_layers, (0.5 + 4 / 64) * weights * c.n_layers
-        quantized = head + four + cache
-        river = quantized + 2 * weights * resident_layers
-        numbers = [head, full, four, cache, head + full + cache, quantized, river]
-        print(f"| {name} | " + " | ".join(f"{n / 1e9:.2f}" for n in numbers) + f" | {river / quantized:.2f} |")
 
 
 if __name__ == "__main__":

@@ -43,11 +43,6 @@ def bootstrap(sums, counts=None, draws=10_000, seed=0):
     return Interval((data[0].sum() / data[1].sum()).item(), *ends.tolist())
 
 
-def paired_difference(values, baseline):
-    """`Interval` of the mean difference between two settings on the same problems, resampled by problem."""
-    return bootstrap([value - base for value, base in zip(values, baseline, strict=True)])
-
-
 def proportion(successes, trials):
     """`Interval` of a share of independent problems."""
     if not trials:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import write_tiny_checkpoint
-from kv_cosine import TEXT
 
 from river import compile as compiling
 from river import load
@@ -18,6 +17,13 @@ from river.decode import Decoder
 from river.exits import load_river
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++") and not shutil.which("clang++"), reason="no C++ compiler")
+
+TEXT = (
+    "The river rises in the hills above the town and is at first no more than a ditch. After the mill it "
+    "is joined by two streams, and from there on barges of twenty tons can use it. Its water was so clear "
+    "that the dyers settled there in 1640; by 1900 it was black. Today you can swim in it again, and on "
+    "a summer evening half the town does."
+)
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ import shutil
 import pytest
 import torch
 from conftest import write_tiny_checkpoint
-from kv_cosine import kv_cosines
 from safetensors import safe_open
 
 from river import load
+from river.agreement import reference_texts
 from river.checkpoint import load_model
 from river.controller import Never
 from river.decode import Decoder
@@ -18,6 +18,7 @@ from river.errors import RiverError
 from river.exits import LINEARS, load_river
 from river.files import save_safetensors
 from river.linear import Linear
+from river.probe import kv_cosines
 from river.quantize import quantize
 
 
@@ -224,8 +225,8 @@ def test_every_kind_of_family_has_a_river(family_folder, name, tmp_path):
 def test_keys_and_values_of_the_river_are_near_the_backbones(default_model_folder):
     """The paper's ground for sharing the cache: a cosine of about 0.97. Layers above the exit are exact."""
     llm = load(default_model_folder, device="cpu")
-    whole_river = kv_cosines(llm)
+    texts = reference_texts(llm, ["Why is the sky blue?", "List three birds and where they live."], 48)
+    whole_river, late = kv_cosines(llm, texts, [0, 15]).float()  # [layer, K or V] each
     assert whole_river[:, 0].mean() > 0.97 and whole_river[:, 1].mean() > 0.93
-    late = kv_cosines(llm, exit_layer=15)
     torch.testing.assert_close(late[:15], torch.ones(15, 2), atol=1e-3, rtol=0)
     assert late[15:].mean() > whole_river[15:].mean()

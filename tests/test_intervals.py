@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from river.intervals import bootstrap, paired_difference, proportion
+from river.intervals import bootstrap, proportion
 
 
 def coverage(truth, intervals):
@@ -24,14 +24,14 @@ def test_bootstrap_by_text_covers_where_tokens_of_a_text_agree_with_each_other()
     assert coverage(0.8, by_token) < coverage(0.8, intervals)
 
 
-def test_paired_difference_covers_and_is_narrower_than_two_independent_samples():
+def test_a_paired_difference_covers_and_is_narrower_than_either_score():
     generator = torch.Generator().manual_seed(2)
     intervals, narrower = [], 0
     for _ in range(200):
         hard = torch.rand(100, generator=generator)
         baseline = (hard < 0.5).double()
         value = torch.where(torch.rand(100, generator=generator) < 0.1, 0.0, baseline)  # a tenth of them are lost
-        paired = paired_difference(value.tolist(), baseline.tolist())
+        paired = bootstrap((value - baseline).tolist())
         intervals.append(paired)
         narrower += paired.high - paired.low < (i := proportion(baseline.sum().item(), 100)).high - i.low
     assert 0.88 <= coverage(-0.05, intervals) <= 0.99

@@ -1,0 +1,88 @@
+"""How often a setting gives the backbone's own next word: on texts that the backbone wrote, teacher forced.
+
+A text that a setting generates by itself may leave the backbone's at one near tie between two words and be
+as good for all that. Here every setting reads the backbone's text and is asked for each next token, so that
+one mistake costs one token.
+"""
+
+import time
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from .decode import teacher_force
+from .settings import NAMED_SETTINGS, Settings
+
+BACKBONE = Settings(**NAMED_SETTINGS["backbone"])
+
+
+class TextAgreement(NamedTuple):
+    """One setting on one text.
+
+    hits: tokens that are the setting's most likely ones too. tokens: of the text, its stop token included.
+    kl: the sum over the tokens of KL(backbone || setting), in nats. exit_layers: backbone layers run, one
+    for each decode step; the first token comes from the prompt, which is no decode step. decode_s: seconds
+    that the decode steps took.
+    """
+
+    hits: int
+    tokens: int
+    kl: float
+    exit_layers: list
+    decode_s: float
+
+
+def reference_texts(llm, prompts, max_new_tokens):
+    """The backbone's greedy continuations of `prompts`, each a user turn where the checkpoint knows chats.
+
+    Returns:
+        A list of (prompt ids, continuation ids); a continuation ends with a stop token, or is
+        `max_new_tokens` (or what the context has room for) long.
+
+    Raises:
+        RiverError: a prompt is empty or longer than the context.
+    """
+    texts = []
+    for prompt in prompts:
+        run = llm.generate(prompt, **NAMED_SETTINGS["backbone"], max_new_tokens=max_new_tokens)
+        for _ in run:
+            pass
+        texts.append((run.prompt_ids[0], run.tokens[0]))
+    return texts
+
+
+def agreement(llm, settings, texts):
+    """Yield for each text a dict of setting name to its `TextAgreement`.
+
+    All settings go through a text before the next begins, since the backbone's log-probabilities, vocab
+    floats a token, are kept for one text only.
+
+    Args:
+        llm: a `RiverLLM`.
+        settings: a dict of name to `Settings`; how to sample and how many tokens play no part.
+        texts: as `reference_texts` returns them.
+
+    Raises:
+        RiverError: a setting that this model cannot have.
+    """
+    for prompt, tokens in texts:
+        reference = torch.stack([logits.log_softmax(-1) for logits, _ in _forced(llm, BACKBONE, prompt, tokens)])
+        yield {name: _compare(llm, setting, prompt, tokens, reference) for name, setting in settings.items()}
+
+
+def _forced(llm, setting, prompt, tokens):
+    return teacher_force(llm.decoder(setting, 1, len(prompt) + len(tokens)), prompt, tokens)
+
+
+def _compare(llm, setting, prompt, tokens, reference):
+    hits, kl, depths, seconds = 0, 0.0, [], []
+    steps = _forced(llm, setting, prompt, tokens)
+    for token, expected in zip(tokens, reference, strict=True):
+        started = time.perf_counter()
+        logits, depth = next(steps)
+        hits += int(logits.argmax()) == token
+        seconds.append(time.perf_counter() - started)
+        kl += F.kl_div(logits.log_softmax(-1), expected, reduction="sum", log_target=True).item()
+        depths.append(depth)
+    return TextAgreement(hits, len(tokens), kl, depths[1:], sum(seconds[1:]))

@@ -1,0 +1,106 @@
+"""Speed and quality of settings on the same texts, and whether tau beats a fixed depth of the same mean.
+
+A setting is named by a pair: a KV strategy and its tau, "fixed depth" and that depth, or a baseline and None.
+"""
+
+import math
+import statistics
+
+import torch
+
+from .agreement import BACKBONE, agreement
+from .bench import measure
+from .intervals import bootstrap
+from .settings import Settings, parse_setting
+from .strategies import STRATEGIES
+
+BASELINES = {("backbone", None): BACKBONE, ("full 4-bit", None): parse_setting("full4bit")}
+
+
+def by_strategy(taus):
+    """`Settings` of every KV strategy at every tau, the prompt on the backbone for all."""
+    return {(kv, tau): Settings(kv=kv, tau=tau, prefill="backbone") for kv in STRATEGIES for tau in taus}
+
+
+def at_neighbouring_depths(scores):
+    """`Settings` of the fixed depths just below and above the mean depth of each of `scores` (see `quality`)."""
+    depths = {end for score in scores for end in _ends(mean_depth(score))}
+    return {("fixed depth", depth): Settings(exit_layer=depth, prefill="backbone") for depth in sorted(depths)}
+
+
+def interleaved(llm, settings, texts, rounds):
+    """Time settings in turn, one text a round, longest first: name to medians over the rounds of what `measure` gives.
+
+    All run the text's own tokens, so that a setting whose answer would go astray is timed at the same work.
+    """
+    longest = sorted(texts, key=lambda text: -len(text[1]))
+    results = {name: [] for name in settings}
+    for number in range(rounds + 1):
+        prompt, tokens = longest[number % len(texts)]
+        given = torch.tensor(tokens, device=llm.model.device)
+        for name, setting in settings.items():
+            taken = measure(llm, setting, prompt, len(tokens) - 1, given)
+            if number:  # the first round is a warm-up
+                results[name].append(taken)
+    return {
+        name: {key: statistics.median(taken[key] for taken in rounds) for key in rounds[0]}
+        for name, rounds in results.items()
+    }
+
+
+def quality(llm, settings, texts):
+    """Name of each setting to its score: a list of the `TextAgreement` of each text."""
+    by_text = list(agreement(llm, settings, texts))
+    return {name: [scores[name] for scores in by_text] for name in settings}
+
+
+def summary(score):
+    """Mean exit depth, agreement in % and KL(backbone || setting) in nats a token, over all texts."""
+    tokens = sum(text.tokens for text in score)
+    return {
+        "exit_layer": mean_depth(score),
+        "agreement": 100 * sum(text.hits for text in score) / tokens,
+        "kl": sum(text.kl for text in score) / tokens,
+    }
+
+
+def mean_depth(score):
+    """Mean backbone layers over the decode steps of all texts."""
+    return statistics.mean(depth for text in score for depth in text.exit_layers)
+
+
+def _ends(depth):
+    return math.floor(depth), math.ceil(depth)
+
+
+def compare_with_fixed(score, fixed):
+    """A score against what fixed depths of the same mean would give: `summary`, `fixed_...` and `..._difference`.
+
+    The latter two are between the fixed depths just below and above, interpolated linearly in each text. The
+    differences have 95% intervals, from texts resampled.
+
+    Args:
+        score: of a setting, see `quality`.
+        fixed: fixed depth to its score, on the same texts.
+    """
+    result = summary(score)
+    low, high = _ends(result["exit_layer"])
+    share = result["exit_layer"] - low
+    tokens = [text.tokens for text in score]
+    for name, of in (("agreement", lambda text: 100 * text.hits), ("kl", lambda text: text.kl)):
+        between = [(1 - share) * of(a) + share * of(b) for a, b in zip(fixed[low], fixed[high])]
+        result[f"fixed_{name}"] = sum(between) / sum(tokens)
+        result[f"{name}_difference"] = bootstrap([of(text) - x for text, x in zip(score, between)], tokens)
+    return result
+
+
+def in_words(c):
+    """One line about a comparison: what `compare_with_fixed` returns, with its "tau"."""
+    by, low, high = c["agreement_difference"]
+    kl_by, kl_low, kl_high = c["kl_difference"]
+    depth = f"{c['exit_layer']:.1f}"
+    return (
+        f"tau {c['tau']}: depth {depth}, agreement {c['agreement']:.1f}%; fixed depth of {depth} (interpolated): "
+        f"{c['fixed_agreement']:.1f}%; difference {by:+.1f} [{low:.1f}, {high:.1f}]; KL {c['kl']:.3f} against "
+        f"{c['fixed_kl']:.3f}, difference {kl_by:+.3f} [{kl_low:.3f}, {kl_high:.3f}]"
+    )
