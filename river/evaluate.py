@@ -69,6 +69,7 @@ def parse_arguments(argv):
         add("--device", default="auto")
         add("--compile", action="store_true", help="compiled layers, as in generate.py")
         add("--quantizer", default="hqq", help="of the river")
+        add("--bits", type=int, default=4, help="of the river's weights: 4 (default), 3 or 8")
         add("--json", action="store_true", help="print the table as one JSON object instead")
         if name in MAX_NEW_TOKENS:
             add("--max-new-tokens", type=int, default=MAX_NEW_TOKENS[name], metavar="N", help="(default: %(default)s)")
@@ -92,7 +93,7 @@ def run(args):
     output = Path(args.output or f"{args.task}-{Path(args.model).resolve().name}.jsonl")
     records = Records(output, {**describe(args), **generation, **task.options})
     if any((problem, setting) not in records.of for problem in task.problems for setting in settings):
-        llm = load(args.model, args.device, quantizer=args.quantizer, compile=args.compile, log=log)
+        llm = load(args.model, args.device, quantizer=args.quantizer, bits=args.bits, compile=args.compile, log=log)
         complete(records, llm, task, settings)
     rows = {setting: summarise(setting, next(iter(settings)), records.of, task) for setting in settings}
     notes = against_constants(settings, rows, records.of, task)
@@ -120,7 +121,7 @@ def describe(args):
         "task": args.task,
         "file": hashlib.sha256(Path(args.file).read_bytes()).hexdigest()[:16],
         "model": Path(args.model).resolve().name,
-        "quantizer": args.quantizer,
+        "quantizer": args.quantizer + ("" if args.bits == 4 else f"-b{args.bits}"),
         "compile": args.compile,
     }
 

@@ -175,7 +175,7 @@ def best(groups, grid):
     for first in range(0, len(groups), rows):
         here = slice(first, first + rows)
         part, least = groups[here], None
-        for scale, zero in (_search(part, grid), *((s[here], z[here]) for s, z in known)):
+        for scale, zero in (*((s[here], z[here]) for s, z in known), _search(part, grid)):
             kept_scale, kept_zero = grid.stored(scale, zero)
             error = grid.codes(part, kept_scale, kept_zero).sub_(kept_zero).mul_(kept_scale).sub_(part).square_()
             least = _lesser(least, (error.sum(-1, keepdim=True), scale, zero))
