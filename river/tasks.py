@@ -10,6 +10,7 @@ import gzip
 import json
 import math
 import re
+import textwrap
 import time
 from collections.abc import Callable
 from decimal import Decimal
@@ -110,7 +111,9 @@ class GSM8K(GeneratedAnswers):
     """
 
     ASK = "\nReason step by step, and end with #### and the answer as a number."
-    NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?\d[\d,]*(?:\.\d+)?")  # in "5-3" the 3 is not negative
+    # In "5-3" the 3 is not negative, and in "3,4" no comma is a thousand's.
+    NUMBER = r"(?:(?<![\w)])[-\u2212])?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|(?<![\w.])\.\d+"
+    MARKED = rf"####\s*\**\s*({NUMBER})"  # and not "#### Step 1", a heading
 
     def __init__(self, path, limit=None, shots=0, train=None):
         if shots and not train:
@@ -130,7 +133,7 @@ class GSM8K(GeneratedAnswers):
             self.problems[str(number)] = {"text": question, "answer": truth}
 
     def is_complete(self, text, problem):
-        return bool(re.search(r"####[^\n]*\d[^\n]*\n", text)) or (self.raw and "\nQuestion:" in text)
+        return bool(re.search(rf"{self.MARKED}[^\n]*\n", text)) or (self.raw and "\nQuestion:" in text)
 
     def score(self, text, problem):
         found = self.final_number(text.split("\nQuestion:")[0])
@@ -138,14 +141,17 @@ class GSM8K(GeneratedAnswers):
 
     @classmethod
     def final_number(cls, text):
-        """The number after ####, else in the last \\boxed{}, else the last of the text; None if there is none."""
-        marked = re.search(r"####(.*)", text)
+        """The number after the last ####, in the last \\boxed{}, or the last of the text; None if there is none."""
         boxed = re.findall(r"\\boxed\{([^{}]*)\}", text)
-        for part, which in ((marked and marked[1], 0), (boxed and boxed[-1], 0), (text, -1)):
-            numbers = cls.NUMBER.findall(part or "")
+        for numbers in (re.findall(cls.MARKED, text), re.findall(cls.NUMBER, boxed[-1] if boxed else "")[:1]):
             if numbers:
-                return Decimal(re.sub(r"[$,]", "", numbers[which]))
-        return None
+                return _decimal(numbers[-1])
+        numbers = re.findall(cls.NUMBER, text)
+        return _decimal(numbers[-1]) if numbers else None
+
+
+def _decimal(number):
+    return Decimal(re.sub(r"[$,]", "", number).replace("\u2212", "-"))
 
 
 def _plain(answer):
@@ -157,7 +163,7 @@ class HumanEval(GeneratedAnswers):
     """Python functions from their docstrings (Chen et al., 2021): pass@1, by running the tests."""
 
     ASK = "Complete this Python function. Answer with the whole function in one code block.\n```python\n{}\n```"
-    BLOCK = re.compile(r"```[a-zA-Z0-9]*[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+    BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 
     def __init__(self, path, limit=None, allow_code_execution=False, timeout_s=10.0):
         if not allow_code_execution:
@@ -168,13 +174,15 @@ class HumanEval(GeneratedAnswers):
         self.raw = False
         self.options, self.timeout_s = {}, timeout_s
         fields = ("task_id", "prompt", "entry_point", "test")
-        self.problems = {
-            problem["task_id"]: {**problem, "text": self.ASK.format(problem["prompt"].rstrip())}
-            for problem in read_jsonl(path, *fields)[:limit]
-        }
+        self.problems = {}
+        for problem in read_jsonl(path, *fields)[:limit]:
+            if not self.header(problem).search(problem["prompt"]):
+                raise RiverError(f"{path}: the prompt of {problem['task_id']} does not define {problem['entry_point']}")
+            self.problems[problem["task_id"]] = {**problem, "text": self.ASK.format(problem["prompt"].rstrip())}
 
     def is_complete(self, text, problem):
-        return any(f"def {problem['entry_point']}" in block for block in re.findall(r"(?s)```.*?\n(.*?)```", text))
+        closed = (block for block in self.BLOCK.finditer(text) if block[0].rstrip().endswith("```"))
+        return any(self.header(problem).search(block[1]) for block in closed)
 
     def score(self, text, problem):
         result = run_python(self.program(text, problem), self.timeout_s)
@@ -182,14 +190,22 @@ class HumanEval(GeneratedAnswers):
 
     def program(self, text, problem):
         """The answer's function, or its body, behind what the prompt has defined, and the tests."""
-        header = f"def {problem['entry_point']}"
-        blocks = self.BLOCK.findall(text) or [text]
-        code = next((block for block in blocks if header in block), blocks[0])
-        if header in code:
-            code = problem["prompt"].split(header)[0] + code
+        header = self.header(problem)
+        blocks = [textwrap.dedent(block) for block in self.BLOCK.findall(text)] or [text]
+        code = next((block for block in blocks if header.search(block)), None)
+        if code is None:
+            before, code = problem["prompt"], textwrap.indent(textwrap.dedent(blocks[0]), "    ")
         else:
-            code = problem["prompt"] + code
-        return f"{code}\n\n{problem['test']}\n\ncheck({problem['entry_point']})\n"
+            before = problem["prompt"][: header.search(problem["prompt"]).start()]
+        # Python wants these at the top.
+        future = re.findall(r"^from __future__ .*\n", code, re.MULTILINE)
+        code = re.sub(r"^from __future__ .*\n", "", code, flags=re.MULTILINE)
+        return f"{''.join(future)}{before}{code}\n\n{problem['test']}\n\ncheck({problem['entry_point']})\n"
+
+    @staticmethod
+    def header(problem):
+        """What the definition of a problem's function begins with; not that of a function whose name goes on."""
+        return re.compile(rf"^[ \t]*def {re.escape(problem['entry_point'])}\b", re.MULTILINE)
 
 
 class Agreement:

@@ -52,6 +52,13 @@ def evaluate(folder, task, file, *more):
         ("The answer is 18.00.", "18"),
         ("No number at all", None),
         ("####", None),
+        ("#### Step 1: add 3 and 4\nthat is 7\n#### 7", "7"),
+        ("#### Step 1: add\nthe sum is 9", "9"),
+        ("#### **42**", "42"),
+        ("one of 3,4,5", "5"),
+        ("it is .5", "0.5"),
+        ("it is \u22125", "-5"),
+        ("1,234,567 in all", "1234567"),
     ],
 )
 def test_final_number(text, number):
@@ -192,6 +199,10 @@ HALVE = {
         ("```python\n    return x / 2\n```", True),
         ("```python\nprint(1)\n```\n```python\ndef halve(x):\n    return x / 2\n```", True),
         ("```python\ndef halve(x):\n    return x / 2", True),  # cut off at the token limit
+        ("```python\ndef halve_all(x):\n    return 0\n```\n```python\ndef halve(x):\n    return x / 2\n```", True),
+        ("1. This:\n   ```python\n   def halve(x):\n       return x / 2\n   ```", True),
+        ("```python\nfrom __future__ import annotations\ndef halve(x):\n    return x / 2\n```", True),
+        ("```python-repl\n>>> 1\n```\n```python\ndef halve(x):\n    return x / 2\n```", True),
         ("```python\ndef halve(x):\n    return x / 3\n```", False),
         ("I cannot help with that.", False),
         ("", False),
@@ -238,10 +249,12 @@ def test_bad_input_gets_one_line_that_names_it(task, content, more, named, folde
 def test_an_answer_ends_where_nothing_more_can_count(folder, questions):
     """Time is for answers: after #### and a number, or a whole function, the rest of the text plays no part."""
     task = GSM8K(questions)
+    assert not task.is_complete("#### Step 1: eggs\n", {})
     assert task.is_complete("so 5\n#### 5\n", {}) and not task.is_complete("so 5\n#### 5", {})
     humaneval = HumanEval.__new__(HumanEval)
     assert humaneval.is_complete("```python\ndef halve(x):\n    pass\n```", HALVE)
     assert not humaneval.is_complete("```python\ndef halve(x):\n    pass\n", HALVE)
+    assert not humaneval.is_complete("```python\ndef halve_all(x):\n    pass\n```", HALVE)
     assert not humaneval.is_complete("```sh\nls\n```\n```python\ndef halve(x):", HALVE)
 
 
