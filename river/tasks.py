@@ -7,18 +7,18 @@ measure) over "count", and what it took.
 
 import dataclasses
 import gzip
+import hashlib
 import json
 import math
 import re
 import textwrap
-import time
+import zlib
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
 
-from .agreement import agreement, reference_texts
-from .decode import teacher_force
+from .agreement import agreement, forced_steps, reference_texts
 from .errors import RiverError
 from .sandbox import run_python
 
@@ -34,7 +34,7 @@ def read_jsonl(path, *fields):
         opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8")
         with opened as file:
             lines = [(number, line) for number, line in enumerate(file, 1) if line.strip()]
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise RiverError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     records = []
     for number, line in lines:
@@ -59,6 +59,20 @@ def read_text(path):
         raise RiverError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
 
 
+def read_prompts(path):
+    """The prompts of a file: "prompt" or "question" of each object of a .jsonl, or one a line; a RiverError if none."""
+    if Path(path).name.endswith((".jsonl", ".jsonl.gz")):
+        records = read_jsonl(path)
+        prompts = [r.get("prompt", r.get("question")) if isinstance(r, dict) else None for r in records]
+        if not all(isinstance(prompt, str) and prompt for prompt in prompts):
+            raise RiverError(f"{path}: there are lines without a 'prompt' or a 'question'")
+    else:
+        prompts = [line.strip() for line in read_text(path).splitlines() if line.strip()]
+    if not prompts:
+        raise RiverError(f"{path}: there is nothing in it")
+    return prompts
+
+
 class Measure(NamedTuple):
     """How a number is shown: its title, and functions of a value and of a difference between two."""
 
@@ -76,6 +90,11 @@ class GeneratedAnswers:
 
     measures = {"score": Measure("score, %", _percent, _percent)}
     solves = True  # a problem is right or wrong
+
+    @property
+    def chats(self):
+        """Whether a question is a turn of a chat."""
+        return not self.raw
 
     def run(self, llm, settings, problem):
         """Yield (name, record) for a dict of name to `Settings`."""
@@ -119,10 +138,10 @@ class GSM8K(GeneratedAnswers):
         if shots and not train:
             raise RiverError(f"--shots {shots} needs --train, the file of the problems that are shown with answers")
         self.raw = shots > 0
-        self.options = {"shots": shots}
         shown = read_jsonl(train, "question", "answer")[:shots] if shots else []
         if len(shown) < shots:
             raise RiverError(f"{train}: --shots {shots}, but there are {len(shown)} problems")
+        self.options = {"shots": shots, "shown": hashlib.sha256(json.dumps(shown).encode()).hexdigest()[:16]}
         prefix = "".join(f"Question: {p['question']}\nAnswer: {_plain(p['answer'])}\n\n" for p in shown)
         self.problems = {}
         for number, problem in enumerate(read_jsonl(path, "question", "answer")[:limit]):
@@ -215,19 +234,11 @@ class Agreement:
         "agreement": Measure("agreement, %", _percent, _percent),
         "kl": Measure("KL, nats", "{:.4f}".format, "{:+.4f}".format),
     }
-    solves = False
+    solves, chats = False, False
 
     def __init__(self, path, limit=None, max_new_tokens=64):
         self.options, self.max_new_tokens = {}, max_new_tokens
-        if Path(path).name.endswith((".jsonl", ".jsonl.gz")):
-            records = read_jsonl(path)
-            prompts = [r.get("prompt", r.get("question")) if isinstance(r, dict) else None for r in records]
-            if not all(isinstance(prompt, str) and prompt for prompt in prompts):
-                raise RiverError(f"{path}: there are lines without a 'prompt' or a 'question'")
-        else:
-            prompts = [line.strip() for line in read_text(path).splitlines() if line.strip()]
-        if not prompts:
-            raise RiverError(f"{path}: there is nothing in it")
+        prompts = read_prompts(path)
         self.problems = {str(number): prompt for number, prompt in enumerate(prompts[:limit])}
 
     def run(self, llm, settings, problem):
@@ -238,33 +249,38 @@ class Agreement:
 
 
 class Perplexity:
-    """The perplexity of a text, in windows of so many tokens that know nothing of each other; each token is one
-    decode step, so that every one of them may leave."""
+    """The perplexity of a text, in windows of so many tokens that know nothing of each other.
+
+    A window begins as the model's texts do, with a BOS token where it has one, else with the window's own first
+    token. All its other tokens are scored, each after a decode step (the first after a prompt of one token), so that
+    each of them may leave.
+    """
 
     measures = {"nll": Measure("perplexity", lambda v: f"{math.exp(v):.3f}", lambda v: f"x{math.exp(v):.4f}")}
-    solves = False
+    solves, chats = False, False
 
-    def __init__(self, path, tokenizer, limit=None, window=512):
-        if window < 3:
-            raise RiverError(f"--window is {window}, but should be 3 or above")
-        ids = tokenizer.encode(read_text(path))
-        windows = [ids[i : i + window] for i in range(0, len(ids), window)]
+    def __init__(self, path, tokenizer, context, limit=None, window=512):
+        if not 3 <= window <= context:
+            raise RiverError(
+                f"--window is {window}, but should be 3 or above, and at most the model's context, {context}"
+            )
+        ids, begin = tokenizer.encode(read_text(path)), tokenizer.encode("", bos=True)
+        size = window - len(begin)
+        windows = [begin + ids[i : i + size] for i in range(0, len(ids), size)]
         self.options = {"window": window}
         self.problems = {str(number): ids for number, ids in enumerate(windows[:limit]) if len(ids) > 2}
         if not self.problems:
             raise RiverError(f"{path}: the text is too short")
 
     def run(self, llm, settings, problem):
+        prompt, tokens = problem[:1], problem[1:]
         for name, setting in settings.items():
-            nll, depths, started = 0.0, [], None
-            prompt, tokens = problem[:1], problem[1:]
-            for token, (logits, depth) in zip(
-                tokens, teacher_force(llm.decoder(setting, 1, len(problem)), prompt, tokens)
-            ):
+            nll, depths, seconds = 0.0, [], []
+            for token, (logits, depth, taken) in zip(tokens, forced_steps(llm, setting, prompt, tokens)):
                 nll -= logits.log_softmax(-1)[token].item()
                 depths.append(depth)
-                started = started or time.perf_counter()
-            yield name, _forced_record({"nll": nll}, len(tokens), depths[1:], time.perf_counter() - started)
+                seconds.append(taken)
+            yield name, _forced_record({"nll": nll}, len(tokens), depths[1:], sum(seconds[1:]))
 
 
 def _forced_record(sums, count, exit_layers, decode_s):
