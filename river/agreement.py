@@ -67,22 +67,27 @@ def agreement(llm, settings, texts):
         RiverError: a setting that this model cannot have.
     """
     for prompt, tokens in texts:
-        reference = torch.stack([logits.log_softmax(-1) for logits, _ in _forced(llm, BACKBONE, prompt, tokens)])
+        reference = torch.stack([logits.log_softmax(-1) for logits, *_ in forced_steps(llm, BACKBONE, prompt, tokens)])
         yield {name: _compare(llm, setting, prompt, tokens, reference) for name, setting in settings.items()}
 
 
-def _forced(llm, setting, prompt, tokens):
-    return teacher_force(llm.decoder(setting, 1, len(prompt) + len(tokens)), prompt, tokens)
+def forced_steps(llm, setting, prompt, tokens):
+    """Yield (logits [vocab], exit_layer, seconds) for each of `tokens`, teacher forced; what is done with the logits
+    in between does not count as time."""
+    steps = teacher_force(llm.decoder(setting, 1, len(prompt) + len(tokens)), prompt, tokens)
+    for _ in tokens:
+        started = time.perf_counter()
+        logits, exit_layer = next(steps)
+        logits.argmax().item()  # a device may still be computing
+        yield logits, exit_layer, time.perf_counter() - started
 
 
 def _compare(llm, setting, prompt, tokens, reference):
     hits, kls, depths, seconds = 0, [], [], []
-    steps = _forced(llm, setting, prompt, tokens)
-    for expected in reference:
-        started = time.perf_counter()
-        logits, depth = next(steps)
+    for expected, step in zip(reference, forced_steps(llm, setting, prompt, tokens), strict=True):
+        logits, depth, taken = step
         hits += int(logits.argmax()) == int(expected.argmax())
-        seconds.append(time.perf_counter() - started)
         kls.append(F.kl_div(logits.log_softmax(-1), expected, reduction="sum", log_target=True).item())
         depths.append(depth)
+        seconds.append(taken)
     return TextAgreement(hits, len(tokens), kls, depths[1:], sum(seconds[1:]))

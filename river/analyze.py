@@ -4,16 +4,16 @@ Quality is measured on texts that the backbone itself writes, greedily, in answe
 `--text`. Every result is a table, with `--json` one JSON object on the last line too, and with `--figure` an SVG.
 """
 
-import argparse
 import json
+import math
 import statistics
 import sys
-from pathlib import Path
 
 import torch
 
 from .agreement import reference_texts
-from .bench import DEFAULT_MODEL, SHAPES, log, warn_if_busy
+from .bench import SHAPES
+from .commands import DEFAULT_MODEL, Parser, exit_status, log, warn_if_busy
 from .config import load_config, parse_config
 from .errors import RiverError
 from .figures import check_figure, draw
@@ -29,6 +29,7 @@ from .pareto import (
     summary,
 )
 from .probe import kv_cosines, layer_similarities, pearson, sequence_depths, similarities_and_values, token_depths
+from .tasks import read_prompts
 
 PROMPTS = (
     "What is the capital of Australia, and why is it not Sydney?",
@@ -70,6 +71,8 @@ def kv_error(llm, texts, args):
 
 
 def correlation(llm, texts, args):
+    if llm.config.n_layers < 2:
+        raise RiverError("correlation needs a model of 2 layers or more")
     similarities, cosines = similarities_and_values(llm, texts)
     layers = zip(pearson(similarities, cosines).tolist(), similarities.mean(0).tolist(), cosines.mean(0).tolist())
     return {
@@ -212,17 +215,11 @@ def print_table(columns, rows):
         print("| " + " | ".join("" if cell == "None" else cell for cell in cells) + " |")
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        """A wrong option gets one line, as every other mistake does."""
-        self.exit(2, f"river.analyze: {message} (see --help)\n")
-
-
 def parse_arguments(argv):
-    parser = Parser(prog="python -m river.analyze", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(prog="python -m river.analyze", description=__doc__.splitlines()[0])
     whats = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     for what, line in LINES.items():
-        subparser = whats.add_parser(what, help=line, description=line, allow_abbrev=False)
+        subparser = whats.add_parser(what, help=line, description=line)
         subparser.set_defaults(shape=None, compile=False)
         add = subparser.add_argument
         add("model", nargs="?", default=DEFAULT_MODEL, help="a checkpoint folder (default: the default model)")
@@ -247,24 +244,12 @@ def parse_arguments(argv):
     return args
 
 
-def read_prompts(path):
-    if path is None:
-        return PROMPTS
-    try:
-        prompts = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise RiverError(f"--text {path}: {getattr(error, 'strerror', None) or 'it is not UTF-8'}") from error
-    if not prompts:
-        raise RiverError(f"--text {path}: there is no prompt in it")
-    return prompts
-
-
-def run(args):
+def measure(args):
     """The result of one WHAT, a dict that JSON can hold."""
     result = {"what": args.what, "model": str(args.shape or args.model), "torch": torch.__version__}
     if args.what == "memory":
         return result | memory(args)
-    prompts = read_prompts(args.text)
+    prompts = read_prompts(args.text) if args.text else PROMPTS
     if "rounds" in args:
         warn_if_busy()
     llm = load(args.model, device=args.device, compile=args.compile, log=log)
@@ -275,22 +260,30 @@ def run(args):
     return result | MEASURES[args.what](llm, texts, args)
 
 
-def main(argv=None):
-    args = parse_arguments(argv)
-    try:
-        if args.figure:
-            check_figure(args.figure)
-        result = run(args)
-        print_table(columns(args.what, result), result["rows"])
-        print(*result["notes"], sep="\n")
-        if args.figure:
-            draw(result, args.figure)
-    except RiverError as error:
-        print(f"river.analyze: {error}", file=sys.stderr)
-        return 2
+def run(args):
+    """Measure, print the table and, if asked, the JSON, and draw the figure."""
+    if args.figure:
+        check_figure(args.figure)
+    result = measure(args)
+    print_table(columns(args.what, result), result["rows"])
+    print(*result["notes"], sep="\n")
     if args.json:
-        print(json.dumps(result))
-    return 0
+        print(json.dumps(without_nan(result)))
+    if args.figure:
+        draw(result, args.figure)
+
+
+def without_nan(value):
+    """A result with None for each NaN, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def main(argv=None):
+    return exit_status("river.analyze", run, parse_arguments(argv))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ The last line is one JSON object.
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from .commands import DEFAULT_MODEL, Parser, exit_status, log, warn_if_busy
 from .compile import compile_model
 from .config import parse_config
 from .controller import FixedDepth, Similarity
@@ -26,7 +26,6 @@ from .llm import RiverLLM, load
 from .model import DecoderLayer, Llama, RMSNorm
 from .settings import Settings
 
-DEFAULT_MODEL = Path(__file__).resolve().parents[1] / "weights" / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
 LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 500000.0}
 SHAPES = {
     "llama-3.2-1b": {
@@ -50,20 +49,11 @@ DISTINCT_BYTES = 2 << 30  # of random layers; a larger shape repeats them, far b
 
 
 def main(argv=None):
-    args = parse_arguments(argv)
-    try:
-        if args.peak:
-            print(peak_resident(load_model(args), args.peak, args))
-        else:
-            run(args)
-    except RiverError as error:
-        print(f"river.bench: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status("river.bench", run, parse_arguments(argv))
 
 
 def parse_arguments(argv):
-    parser = argparse.ArgumentParser(prog="python -m river.bench", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m river.bench", description=__doc__.splitlines()[0])
     parser.add_argument(
         "model", nargs="?", default=DEFAULT_MODEL, help="a checkpoint folder (default: the default model)"
     )
@@ -101,11 +91,6 @@ def load_model(args):
     )
 
 
-def log(line, done):
-    if done:
-        print(line, file=sys.stderr)
-
-
 def settings_to_compare(args, llm):
     """The `Settings` to compare, by name; a RiverError, before anything is measured, if this model cannot have one."""
     depths = args.exit_layer or ([4] if args.shape else [])
@@ -122,6 +107,9 @@ def settings_to_compare(args, llm):
 
 def run(args):
     """Measure, print the table, and print it again as JSON."""
+    if args.peak:
+        print(peak_resident(load_model(args), args.peak, args))
+        return
     warn_if_busy()
     llm = load_model(args)
     settings = settings_to_compare(args, llm)
@@ -176,12 +164,6 @@ def run(args):
             }
         )
     )
-
-
-def warn_if_busy():
-    busy = os.getloadavg()[0]
-    if busy > 0.5:
-        print(f"warning: something else uses the processor (load {busy:.1f}): expect noise", file=sys.stderr)
 
 
 def measure(llm, settings, prompt, steps, given=None):

@@ -4,7 +4,6 @@ Texts, the model's own or those of a file, are read under each threshold as the 
 laxest threshold that keeps the target with 95% confidence is stored beside the river, for `--tau auto`.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 
 from . import guarantee
 from .agreement import BACKBONE, agreement
-from .bench import DEFAULT_MODEL, log
+from .commands import DEFAULT_MODEL, Parser, exit_status, log
 from .errors import RiverError
 from .guarantee import CONFIDENCE, MOST_KL, TAUS
 from .intervals import bootstrap
@@ -25,16 +24,11 @@ BATCH = 32
 
 
 def main(argv=None):
-    args = parse_arguments(argv)
-    try:
-        return run(args)
-    except RiverError as error:
-        print(f"river.calibrate: {error}", file=sys.stderr)
-        return 2
+    return exit_status("river.calibrate", run, parse_arguments(argv))
 
 
 def parse_arguments(argv):
-    parser = argparse.ArgumentParser(prog="python -m river.calibrate", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m river.calibrate", description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="a checkpoint (default: the default model)")
     parser.add_argument(
         "--target", required=True, metavar="T", help="agreement=0.98, kl=0.05 (nats a token) or speedup=1.5"

@@ -5,19 +5,24 @@ all of them. Each answer is a line of a JSONL file, from which a run that broke 
 columns of the paper's Table 3, with 95% intervals, and the paired difference to the first setting.
 """
 
-import argparse
+import dataclasses
 import hashlib
 import json
-import math
 import shutil
 import statistics
 import sys
+import time
 from pathlib import Path
 
-from .bench import DEFAULT_MODEL, log
+import torch
+
+from .checkpoint import checkpoint_files
+from .commands import DEFAULT_MODEL, Parser, exit_status, log
+from .config import load_config
 from .errors import RiverError
-from .intervals import bootstrap, proportion
+from .intervals import bootstrap, paired_difference, proportion
 from .llm import load
+from .records import Records
 from .settings import parse_setting
 from .tasks import GSM8K, Agreement, HumanEval, Perplexity
 from .tokenizer import load_tokenizer
@@ -33,20 +38,11 @@ DEFAULT_SETTINGS = ["backbone", "full4bit", "tau=0.5", "tau=0.9"]
 
 
 def main(argv=None):
-    args = parse_arguments(argv)
-    try:
-        run(args)
-    except RiverError as error:
-        print(f"river.evaluate: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped; the same command goes on from here", file=sys.stderr)
-        return 130
-    return 0
+    return exit_status("river.evaluate", run, parse_arguments(argv))
 
 
 def parse_arguments(argv):
-    parser = argparse.ArgumentParser(prog="python -m river.evaluate", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m river.evaluate", description=__doc__.splitlines()[0])
     tasks = parser.add_subparsers(dest="task", required=True, metavar="TASK")
     for name, title in (
         ("gsm8k", "arithmetic in words: exact match on the final number"),
@@ -70,7 +66,8 @@ def parse_arguments(argv):
         add("--compile", action="store_true", help="compiled layers, as in generate.py")
         add("--quantizer", default="hqq", help="of the river")
         add("--bits", type=int, default=4, help="of the river's weights: 4 (default), 3 or 8")
-        add("--json", action="store_true", help="print the table as one JSON object instead")
+        add("--quantize-head", action="store_true", help="the LM head quantised too")
+        add("--json", action="store_true", help="one JSON object too, on the last line")
         if name in MAX_NEW_TOKENS:
             add("--max-new-tokens", type=int, default=MAX_NEW_TOKENS[name], metavar="N", help="(default: %(default)s)")
     add = tasks.choices["gsm8k"].add_argument
@@ -85,23 +82,25 @@ def parse_arguments(argv):
 
 def run(args):
     """Run what the output file lacks, and print the table."""
-    if args.limit is not None and args.limit < 1:
-        raise RiverError(f"--limit is {args.limit}, but should be 1 or above")
+    for name in ("limit", "max_new_tokens"):
+        if vars(args).get(name) is not None and vars(args)[name] < 1:
+            raise RiverError(f"--{name.replace('_', '-')} is {vars(args)[name]}, but should be 1 or above")
     generation = {"max_new_tokens": args.max_new_tokens} if args.task in MAX_NEW_TOKENS else {}
     settings = {name: parse_setting(name, **generation) for name in args.setting or DEFAULT_SETTINGS}
     task = make_task(args)
     output = Path(args.output or f"{args.task}-{Path(args.model).resolve().name}.jsonl")
     records = Records(output, {**describe(args), **generation, **task.options})
     if any((problem, setting) not in records.of for problem in task.problems for setting in settings):
-        llm = load(args.model, args.device, quantizer=args.quantizer, bits=args.bits, compile=args.compile, log=log)
+        how = {name: getattr(args, name) for name in ("quantizer", "bits", "quantize_head", "compile")}
+        llm = load(args.model, args.device, **how, log=log)
         complete(records, llm, task, settings)
-    rows = {setting: summarise(setting, next(iter(settings)), records.of, task) for setting in settings}
-    notes = against_constants(settings, rows, records.of, task)
+    baseline = next(iter(settings))
+    rows = {setting: summarise(setting, baseline, records.of, task) for setting in settings}
+    notes = against_constants(settings, rows, records.of, task) + timed_apart(settings, baseline, records.of, task)
+    print_table(rows, task)
+    print(*notes, sep="\n")
     if args.json:
-        print(json.dumps({"task": args.task, "problems": len(task.problems), "settings": rows, "constants": notes}))
-    else:
-        print_table(rows, task)
-        print("\n".join(notes))
+        print(json.dumps({"task": args.task, "problems": len(task.problems), "settings": rows, "notes": notes}))
 
 
 def make_task(args):
@@ -111,74 +110,51 @@ def make_task(args):
         return HumanEval(args.file, args.limit, args.allow_code_execution)
     if args.task == "agreement":
         return Agreement(args.file, args.limit, args.max_new_tokens)
-    return Perplexity(args.file, load_tokenizer(Path(args.model)), args.limit, args.window)
+    folder = Path(args.model)
+    return Perplexity(args.file, load_tokenizer(folder), load_config(folder).context, args.limit, args.window)
 
 
 def describe(args):
     """What all records of one output file have in common, with the task's options; settings and problems may come
     to it later."""
+    folder = Path(args.model)
+    load_config(folder)  # for its errors
+    sizes = {path.name: path.stat().st_size for path in checkpoint_files(folder)}
+    checkpoint = (folder / "config.json").read_bytes() + json.dumps(sizes, sort_keys=True).encode()
+    cuda = args.device == "auto" and torch.cuda.is_available()
     return {
         "task": args.task,
         "file": hashlib.sha256(Path(args.file).read_bytes()).hexdigest()[:16],
-        "model": Path(args.model).resolve().name,
-        "quantizer": args.quantizer + ("" if args.bits == 4 else f"-b{args.bits}"),
+        "model": folder.resolve().name,
+        "checkpoint": hashlib.sha256(checkpoint).hexdigest()[:16],
+        "device": "cuda" if cuda else args.device.replace("auto", "cpu"),
+        "quantizer": args.quantizer,
+        "bits": args.bits,
+        "quantize_head": args.quantize_head,
         "compile": args.compile,
     }
 
 
 def complete(records, llm, task, settings):
-    """Run every setting on every problem that `records` lacks, problem by problem."""
-    list(llm.generate("1", raw=True, max_new_tokens=8))  # pages are read and kernels chosen outside the first problem
+    """Run every setting on every problem that `records` lacks, problem by problem, beginning with another each time."""
+    started = int(time.time())
+    for setting in settings.values():
+        llm.decoder(setting, 1, 1)  # a setting that this model cannot have should not wait for its turn
+    if task.chats and not llm.tokenizer.chat_format:
+        print(
+            "no chat template is known for this checkpoint: it completes the questions as they stand", file=sys.stderr
+        )
+    for setting in settings.values():  # pages are read and kernels chosen outside the first problem
+        list(llm.generate("1", raw=True, **{**dataclasses.asdict(setting), "max_new_tokens": 8}))
+    names = list(settings)
     with Progress(task, settings, records) as progress:
-        for problem in task.problems:
-            lacking = {s: setting for s, setting in settings.items() if (problem, s) not in records.of}
+        for number, problem in enumerate(task.problems):
+            first = number % len(names)
+            order = [name for name in names[first:] + names[:first] if (problem, name) not in records.of]
+            lacking = {name: settings[name] for name in order}
             for name, record in task.run(llm, lacking, task.problems[problem]) if lacking else ():
-                records.add(problem, name, record)
+                records.add(problem, name, record | {"run": started})
                 progress.show()
-
-
-class Records:
-    """The answers so far, one JSON object a line, behind a line that says what they are answers to.
-
-    Raises:
-        RiverError: the file is there and belongs to another run, or is no such file.
-    """
-
-    def __init__(self, path, described):
-        self.path, self.of = path, {}
-        try:
-            text = path.read_text(encoding="utf-8") if path.exists() else ""
-            whole, _, broken = text.rpartition("\n")  # a run that was killed may have left half a line
-            if broken:
-                path.write_text(whole + "\n" if whole else "", encoding="utf-8")
-            if whole:
-                first, *lines = map(json.loads, whole.splitlines())
-                self.of = {(line["problem"], line["setting"]): line for line in lines}
-            self.file = open(path, "a", encoding="utf-8")
-        except OSError as error:
-            raise RiverError(f"{path}: {error.strerror}; choose another --output") from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise RiverError(f"{path}: is no file of answers; choose another --output") from error
-        if not whole:
-            self._write(described)
-        elif first != described:
-            other = ", ".join(
-                f"{key} {first.get(key) if isinstance(first, dict) else None!r} instead of {value!r}"
-                for key, value in described.items()
-                if not isinstance(first, dict) or first.get(key) != value
-            )
-            raise RiverError(f"{path}: is of another run ({other}); choose another --output")
-
-    def add(self, problem, setting, record):
-        self.of[problem, setting] = {"problem": problem, "setting": setting, **record}
-        self._write(self.of[problem, setting])
-
-    def _write(self, line):
-        try:
-            self.file.write(json.dumps(line) + "\n")
-            self.file.flush()
-        except OSError as error:
-            raise RiverError(f"{self.path}: cannot be written ({error.strerror})") from error
 
 
 class Progress:
@@ -243,9 +219,12 @@ def summarise(setting, baseline, records, task):
 
 
 def difference(measure, setting, baseline, records, task):
-    """`Interval` of the difference between two settings on the same problems, resampled by problem."""
+    """`Interval` of the difference between two settings on the same problems."""
     pairs = [(records[problem, setting], records[problem, baseline]) for problem in task.problems]
-    return bootstrap([a["sums"][measure] - b["sums"][measure] for a, b in pairs], [a["count"] for a, _ in pairs])
+    gains = [a["sums"][measure] - b["sums"][measure] for a, b in pairs]
+    if task.solves:
+        return paired_difference(sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains), len(gains))
+    return bootstrap(gains, [a["count"] for a, _ in pairs])
 
 
 def print_table(rows, task):
@@ -253,7 +232,7 @@ def print_table(rows, task):
     baseline = next(iter(rows))
     titles = ["setting"]
     for measure in task.measures.values():
-        titles += [f"{measure.title} [95%]", f"less {baseline}'s [95%]"]
+        titles += [f"{measure.title} [95%]", f"to {baseline}'s [95%]"]
     print("| " + " | ".join([*titles, "tokens/s", "speedup", "backbone layers", "new tokens"]) + " |")
     print("| --- |" + " ---: |" * (len(titles) + 3))
     for setting, row in rows.items():
@@ -272,22 +251,34 @@ def interval(estimate, show):
 
 def against_constants(settings, rows, records, task):
     """Does an exit rule beat leaving at a fixed depth? One line for each rule that was run, down the river."""
-    depths = {s.exit_layer: name for name, s in settings.items() if s.kv == "share" and s.exit_layer}
+    constants = {name: s for name, s in settings.items() if s.exit_layer is not None}
     lines = []
     for name, setting in settings.items():
         mean = rows[name]["layers"]
-        if setting.kv != "share" or setting.exit_layer is not None or setting.exit_rule == "never" or mean is None:
+        if setting.kv != "share" or name in constants or setting.exit_rule in ("never", "oracle") or mean is None:
             continue
-        nearest = min(depths, key=lambda depth: abs(depth - mean), default=math.inf)
-        if abs(nearest - mean) > 0.5:
+        alike = {
+            constant: s.exit_layer
+            for constant, s in constants.items()
+            if dataclasses.replace(s, exit_layer=None, exit_rule=setting.exit_rule, tau=setting.tau) == setting
+        }
+        nearest = min(alike, key=lambda constant: abs(alike[constant] - mean), default=None)
+        if nearest is None or abs(alike[nearest] - mean) > 0.5:
             lines.append(f"{name} left after {mean:.1f} layers; add --setting exit-layer={round(mean)} to compare")
             continue
         parts = []
         for key, measure in task.measures.items():
-            estimate = difference(key, name, depths[nearest], records, task)
+            estimate = difference(key, name, nearest, records, task)
             parts.append(f"{measure.title} {interval(estimate, measure.show_difference)}")
-        lines.append(f"{name} ({mean:.1f} layers) less {depths[nearest]}: {', '.join(parts)}")
+        lines.append(f"{name} ({mean:.1f} layers) less {nearest}: {', '.join(parts)}")
     return lines
+
+
+def timed_apart(settings, baseline, records, task):
+    """A line about settings that did not run beside the baseline, and whose speedup says the less for that."""
+    runs = {s: {records[problem, s].get("run") for problem in task.problems} for s in settings}
+    apart = [setting for setting in settings if runs[setting] != runs[baseline]]
+    return [f"timed in another run than {baseline}: {', '.join(apart)}"] if apart else []
 
 
 if __name__ == "__main__":

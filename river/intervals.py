@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+Z = 1.959964  # the normal distribution's 97.5% point
+
 
 class Interval(NamedTuple):
     """An estimate, and the ends of its 95% interval."""
@@ -43,14 +45,30 @@ def bootstrap(sums, counts=None, draws=10_000, seed=0):
     return Interval((data[0].sum() / data[1].sum()).item(), *ends.tolist())
 
 
+def paired_difference(wins, losses, trials):
+    """`Interval` of a difference between two shares of the same independent problems, each right or wrong.
+
+    Args:
+        wins, losses: problems that only the first has right, and that only the second has.
+        trials: all problems.
+
+    Wald's interval after half a problem is added to each cell of the two-by-two table (Agresti and Min, 2005): unlike
+    the bootstrap's, it has a width where the two differ in nothing.
+    """
+    if not trials:
+        raise ValueError("there is nothing to compare")
+    b, c, n = wins + 0.5, losses + 0.5, trials + 2
+    centre, spread = (b - c) / n, Z * math.sqrt(b + c - (b - c) ** 2 / n) / n
+    return Interval((wins - losses) / trials, max(-1.0, centre - spread), min(1.0, centre + spread))
+
+
 def proportion(successes, trials):
     """`Interval` of a share of independent problems."""
     if not trials:
         raise ValueError("there is nothing to take a share of")
-    z = 1.959964
     share = successes / trials
-    centre = share + z * z / (2 * trials)
-    spread = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
-    scale = 1 + z * z / trials
+    centre = share + Z * Z / (2 * trials)
+    spread = Z * math.sqrt(share * (1 - share) / trials + Z * Z / (4 * trials * trials))
+    scale = 1 + Z * Z / trials
     # At 0 and 1 the formula gives the end itself but for rounding.
     return Interval(share, max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale))

@@ -143,7 +143,8 @@ def sequence_depths(llm, texts):
 
     All its decode steps leave after that depth; so a text is as `generate(prompt, exit_layer=depth)` gives it.
     """
-    return [next(d for d in range(llm.config.n_layers + 1) if _same_text(llm, *text, d)) for text in texts]
+    L = llm.config.n_layers
+    return [next((d for d in range(L) if _same_text(llm, *text, d)), L) for text in texts]
 
 
 def _same_text(llm, prompt, tokens, exit_layer):

@@ -8,8 +8,9 @@ HOME. Several layers confine it; each system gives those that it has:
   and an audit hook. By the hook Python code gets a PermissionError for other processes, signals, sockets, ctypes and
   files outside the temporary folder, of which it may only read Python's library. This stops accidents, not an
   attacker: the hook sees only what Python reports to it. On macOS it is all there is.
-* Linux on x86-64 and 64-bit ARM: a seccomp filter. No code whatsoever, root's included, can start or signal a
-  process, open a socket, or change the mode, owner, times or attributes of a file.
+* Linux on x86-64 and 64-bit ARM: a seccomp filter. No code whatsoever, root's included, can start, signal or
+  trace a process, change its priority or processors, open a socket, or change the mode, owner, times or attributes of
+  a file.
 * Linux 5.13 and newer, where Landlock is on: the same for reading, writing, creating and deleting files. Names, sizes
   and times can still be looked up; before 6.2, code that gets around the hook can cut files short.
 * Linux: root loses its privileges, and the code does not outlive this process.
@@ -47,13 +48,16 @@ REFUSED = {
 }
 READS, CHANGES = {"os.listdir", "os.scandir"}, {"os.remove": 1, "os.rename": 2, "os.truncate": 1}  # and their paths
 
-# By machine: its number, that of clone, and those of the refused calls: exec and fork; signals; sockets, and io_uring,
-# which gets around filters; truncate, chmod, chown, utime and the extended attributes.
+# By machine: its number, those of clone and prlimit64, and those of the refused calls: exec and fork; signals; sockets,
+# and io_uring, which gets around filters; truncate, chmod, chown, utime and the extended attributes; what changes how
+# another process runs, or looks into it; other namespaces; memory that no limit counts.
 CALLS = {
-    "x86_64": (0xC000003E, 56, [57, 58, 59, 322, 62, 129, 200, 234, 297, 424, 41, 53, 425]
-               + [76, 90, 91, 92, 93, 94, 132, 188, 189, 190, 197, 198, 199, 235, 260, 261, 268, 280, 452, 463, 466]),
-    "aarch64": (0xC00000B7, 220, [221, 281, 129, 130, 131, 138, 240, 424, 198, 199, 425]
-                + [45, 5, 6, 7, 14, 15, 16, 52, 53, 54, 55, 88, 452, 463, 466]),
+    "x86_64": (0xC000003E, 56, 302, [57, 58, 59, 322, 62, 129, 200, 234, 297, 424, 41, 53, 425]
+               + [76, 90, 91, 92, 93, 94, 132, 188, 189, 190, 197, 198, 199, 235, 260, 261, 268, 280, 452, 463, 466]
+               + [101, 141, 142, 144, 203, 251, 310, 311, 314, 434, 438, 272, 308, 29, 319, 447]),
+    "aarch64": (0xC00000B7, 220, 261, [221, 281, 129, 130, 131, 138, 240, 424, 198, 199, 425]
+                + [45, 5, 6, 7, 14, 15, 16, 52, 53, 54, 55, 88, 452, 463, 466]
+                + [117, 140, 118, 119, 122, 30, 270, 271, 274, 434, 438, 97, 268, 194, 279, 447]),
 }  # fmt: skip
 CLONE3, CLONE_THREAD = 435, 0x10000
 WRITE, READ, LIST, REMOVE, CREATE, TRUNCATE = (1 << bit for bit in (1, 2, 3, 5, 8, 14))  # Landlock's rights
@@ -226,13 +230,14 @@ def _restrict_calls():
 
     if os.uname().machine not in CALLS or struct.calcsize("P") != 8:
         return False
-    architecture, clone, refused = CALLS[os.uname().machine]
+    architecture, clone, prlimit, refused = CALLS[os.uname().machine]
     load, equal, at_least, has_bit, end = 0x20, 0x15, 0x35, 0x45, 0x06  # code, skip if so, skip if not, operand
     allow, refuse, unknown = (end, 0, 0, 0x7FFF0000), (end, 0, 0, 0x50001), (end, 0, 0, 0x50026)  # EPERM, ENOSYS
     program = [(load, 0, 0, 4), (equal, 1, 0, architecture), refuse]  # 32-bit calls have other numbers
     program += [(load, 0, 0, 0), (at_least, 0, 1, 0x40000000), refuse]  # and so have those of x32
     for call in refused:
         program += [(equal, 0, 1, call), refuse]
+    program += [(equal, 0, 3, prlimit), (load, 0, 0, 16), (equal, 1, 0, 0), refuse, (load, 0, 0, 0)]  # of others
     # A filter cannot see the flags of clone3; the C library then falls back on clone, which may make threads.
     program += [(equal, 0, 1, CLONE3), unknown, (equal, 0, 3, clone), (load, 0, 0, 16)]
     program += [(has_bit, 1, 0, CLONE_THREAD), refuse, allow]

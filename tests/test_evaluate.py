@@ -8,8 +8,9 @@ import pytest
 import torch
 from conftest import write_tiny_checkpoint
 
-from river import load
+from river import RiverError, load
 from river.evaluate import main
+from river.records import Records
 from river.settings import parse_setting
 from river.tasks import GSM8K, Agreement, HumanEval, Perplexity
 
@@ -52,6 +53,13 @@ def evaluate(folder, task, file, *more):
         ("The answer is 18.00.", "18"),
         ("No number at all", None),
         ("####", None),
+        ("#### Step 1: add 3 and 4\nthat is 7\n#### 7", "7"),
+        ("#### Step 1: add\nthe sum is 9", "9"),
+        ("#### **42**", "42"),
+        ("one of 3,4,5", "5"),
+        ("it is .5", "0.5"),
+        ("it is \u22125", "-5"),
+        ("1,234,567 in all", "1234567"),
     ],
 )
 def test_final_number(text, number):
@@ -73,10 +81,11 @@ def test_all_settings_run_on_a_problem_before_the_next(folder, questions, tmp_pa
     settings = ["--setting", "backbone", "--setting", "tau=0.5", "--setting", "kv=mask,tau=0.9"]
     assert evaluate(folder, "gsm8k", questions, "--output", out, "--max-new-tokens", 6, *settings) == 0
     _, *records = map(json.loads, out.read_text().splitlines())
-    order = [(r["problem"], r["setting"]) for r in records]
-    assert order == [(p, s) for p in "012" for s in ("backbone", "tau=0.5", "kv=mask,tau=0.9")]
+    names = ["backbone", "tau=0.5", "kv=mask,tau=0.9"]
+    rotated = [names[i:] + names[:i] for i in range(3)]  # none always runs behind the same other
+    assert [(r["problem"], r["setting"]) for r in records] == [(p, s) for p in "012" for s in rotated[int(p)]]
     table = capsys.readouterr().out
-    assert [line.split("|")[1].strip() for line in table.splitlines()[2:5]] == [s for _, s in order[:3]]
+    assert [line.split("|")[1].strip() for line in table.splitlines()[2:5]] == names
 
 
 def test_a_broken_run_goes_on_where_it_was(folder, questions, tmp_path, capsys):
@@ -116,9 +125,64 @@ def test_answers_of_another_run_are_not_mixed(folder, questions, tmp_path, capsy
     before = out.read_text()
     assert evaluate(folder, "gsm8k", questions, *args, 5) == 2
     assert "max_new_tokens 4 instead of 5" in capsys.readouterr().err and out.read_text() == before
-    (tmp_path / "note.txt").write_text("my diary\n")
-    assert evaluate(folder, "gsm8k", questions, "--output", tmp_path / "note.txt") == 2
-    assert (tmp_path / "note.txt").read_text() == "my diary\n"
+    others = (
+        "my diary\n",
+        '{"my": "only copy of data"}',
+        '{"a": 1}\n{"b": 2}\nno newline',
+        '{"a": 1}\n{"problem": "0"}\n',
+    )
+    for text in others:  # not even a last line that looks broken may be lost
+        (tmp_path / "mine").write_text(text)
+        assert evaluate(folder, "gsm8k", questions, "--output", tmp_path / "mine") == 2
+        assert (tmp_path / "mine").read_text() == text and "choose another --output" in capsys.readouterr().err
+
+
+def test_a_command_that_failed_does_not_block_the_right_one(folder, questions, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    args = ["--output", out, "--limit", 1, "--max-new-tokens", 3, "--setting"]
+    for wrong in (["backbone", "--quantizer", "hqqq"], ["kv=zzz"], ["exit-layer=9"]):
+        assert evaluate(folder, "gsm8k", questions, *args, *wrong) == 2
+        assert not out.exists()
+    assert evaluate(folder, "gsm8k", questions, *args, "backbone") == 0
+
+
+def test_a_wrong_setting_does_not_wait_for_its_turn(folder, questions, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    assert (
+        evaluate(folder, "gsm8k", questions, "--output", out, "--setting", "backbone", "--setting", "exit-layer=9") == 2
+    )
+    assert "exit layer 9" in capsys.readouterr().err and not out.exists()
+
+
+def test_two_runs_do_not_write_to_one_file(tmp_path):
+    first, second = (Records(tmp_path / "out.jsonl", {"task": "t"}) for _ in range(2))
+    record = {"sums": {"score": 1.0}, "count": 1}
+    first.add("0", "backbone", record)
+    with pytest.raises(RiverError, match="another run writes"):
+        second.add("0", "backbone", record)
+    first.file.close()
+    assert Records(tmp_path / "out.jsonl", {"task": "t"}).of[("0", "backbone")]["sums"] == {"score": 1.0}
+
+
+def test_other_exemplars_and_another_checkpoint_are_another_run(folder, questions, tmp_path, capsys):
+    out, others = tmp_path / "out.jsonl", write_lines(tmp_path / "others.jsonl", QUESTIONS[1:])
+    args = ["--output", out, "--limit", 1, "--max-new-tokens", 3, "--setting", "backbone"]
+    assert evaluate(folder, "gsm8k", questions, *args, "--shots", 1, "--train", questions) == 0
+    assert evaluate(folder, "gsm8k", questions, *args, "--shots", 1, "--train", others) == 2
+    assert "shown" in capsys.readouterr().err
+    other = write_tiny_checkpoint(tmp_path / "other" / "tiny", num_hidden_layers=3)  # a folder of the same name
+    assert evaluate(other, "gsm8k", questions, *args, "--shots", 1, "--train", questions) == 2
+    assert "checkpoint" in capsys.readouterr().err
+
+
+def test_speeds_of_other_runs_are_said_to_be_so(folder, questions, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    args = ["--output", out, "--limit", 1, "--max-new-tokens", 3, "--setting", "backbone"]
+    assert evaluate(folder, "gsm8k", questions, *args) == 0
+    write_lines(out, [r | ({"run": 1} if "run" in r else {}) for r in map(json.loads, out.read_text().splitlines())])
+    assert "timed in another run" not in capsys.readouterr().out
+    assert evaluate(folder, "gsm8k", questions, *args, "--setting", "full4bit") == 0
+    assert "timed in another run than backbone: full4bit" in capsys.readouterr().out
 
 
 def test_scores_differences_and_constants(folder, questions, tmp_path, capsys):
@@ -135,14 +199,14 @@ def test_scores_differences_and_constants(folder, questions, tmp_path, capsys):
     write_lines(out, [header, *records])
     capsys.readouterr()
     assert evaluate(folder, "gsm8k", questions, *args, *settings, "--json") == 0
-    result = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
     rows = result["settings"]
     assert {s: round(row["measures"]["score"][0], 3) for s, row in rows.items()} == {
         "backbone": 1.0, "tau=0.9": 0.667, "exit-layer=2": 0.333
     }  # fmt: skip
     assert rows["exit-layer=2"]["differences"]["score"][0] == pytest.approx(-2 / 3)
     assert [row["layers"] for row in rows.values()] == [4.0, 2.2, 2.0]
-    assert result["constants"][0].startswith("tau=0.9 (2.2 layers) less exit-layer=2: score, % 33.3 [")
+    assert result["notes"][0].startswith("tau=0.9 (2.2 layers) less exit-layer=2: score, % 33.3 [")
     assert evaluate(folder, "gsm8k", questions, *args, "--setting", "tau=0.9") == 0
     assert "add --setting exit-layer=2" in capsys.readouterr().out
 
@@ -161,7 +225,7 @@ def test_backbone_agrees_with_itself_and_a_text_is_one_group(folder):
 def test_perplexity_is_that_of_one_pass_over_each_window(folder, tmp_path):
     llm = load(folder, device="cpu", dtype="float32")
     (tmp_path / "text.txt").write_text("The river leaves the mountains and the sea takes it. " * 4)
-    task = Perplexity(tmp_path / "text.txt", llm.tokenizer, window=20)
+    task = Perplexity(tmp_path / "text.txt", llm.tokenizer, 512, window=20)
     assert sum(map(len, task.problems.values())) == len(llm.tokenizer.encode((tmp_path / "text.txt").read_text()))
     for ids in task.problems.values():
         record = dict(task.run(llm, {"backbone": parse_setting("backbone")}, ids))["backbone"]
@@ -171,6 +235,8 @@ def test_perplexity_is_that_of_one_pass_over_each_window(folder, tmp_path):
             logits = llm.model.logits(h)[0, :-1]
         nll = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum").item()
         assert record["sums"]["nll"] == pytest.approx(nll, rel=1e-4) and record["count"] == len(ids) - 1
+    with pytest.raises(RiverError, match="512"):
+        Perplexity(tmp_path / "text.txt", llm.tokenizer, 512, window=513)
     assert task.measures["nll"].show(math.log(8.0)) == "8.000"
 
 
@@ -192,6 +258,10 @@ HALVE = {
         ("```python\n    return x / 2\n```", True),
         ("```python\nprint(1)\n```\n```python\ndef halve(x):\n    return x / 2\n```", True),
         ("```python\ndef halve(x):\n    return x / 2", True),  # cut off at the token limit
+        ("```python\ndef halve_all(x):\n    return 0\n```\n```python\ndef halve(x):\n    return x / 2\n```", True),
+        ("1. This:\n   ```python\n   def halve(x):\n       return x / 2\n   ```", True),
+        ("```python\nfrom __future__ import annotations\ndef halve(x):\n    return x / 2\n```", True),
+        ("```python-repl\n>>> 1\n```\n```python\ndef halve(x):\n    return x / 2\n```", True),
         ("```python\ndef halve(x):\n    return x / 3\n```", False),
         ("I cannot help with that.", False),
         ("", False),
@@ -224,6 +294,7 @@ def test_code_does_not_run_unasked(folder, tmp_path, capsys):
         ("perplexity", "a", [], "too short"),
         ("perplexity", "a b c d", ["--window", "2"], "--window"),
         ("agreement", "\n\n", [], "nothing in it"),
+        ("agreement", "Hello\n", ["--max-new-tokens", "0"], "--max-new-tokens"),
     ],
 )
 def test_bad_input_gets_one_line_that_names_it(task, content, more, named, folder, tmp_path, capsys):
@@ -238,10 +309,12 @@ def test_bad_input_gets_one_line_that_names_it(task, content, more, named, folde
 def test_an_answer_ends_where_nothing_more_can_count(folder, questions):
     """Time is for answers: after #### and a number, or a whole function, the rest of the text plays no part."""
     task = GSM8K(questions)
+    assert not task.is_complete("#### Step 1: eggs\n", {})
     assert task.is_complete("so 5\n#### 5\n", {}) and not task.is_complete("so 5\n#### 5", {})
     humaneval = HumanEval.__new__(HumanEval)
     assert humaneval.is_complete("```python\ndef halve(x):\n    pass\n```", HALVE)
     assert not humaneval.is_complete("```python\ndef halve(x):\n    pass\n", HALVE)
+    assert not humaneval.is_complete("```python\ndef halve_all(x):\n    pass\n```", HALVE)
     assert not humaneval.is_complete("```sh\nls\n```\n```python\ndef halve(x):", HALVE)
 
 

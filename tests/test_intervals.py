@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from river.intervals import bootstrap, proportion
+from river.intervals import bootstrap, paired_difference, proportion
 
 
 def coverage(truth, intervals):
@@ -45,6 +45,19 @@ def test_proportion_covers(share, trials):
     assert 0.92 <= coverage(share, [proportion(h, trials) for h in hits.tolist()]) <= 0.98
 
 
+@pytest.mark.parametrize("win, loss", [(0.02, 0.12), (0.0, 0.05), (0.1, 0.1)])
+def test_paired_difference_covers(win, loss):
+    generator = torch.Generator().manual_seed(4)
+    draws = torch.rand(2000, 100, generator=generator, dtype=torch.float64)
+    wins, losses = (draws < win).sum(1).tolist(), (draws > 1 - loss).sum(1).tolist()
+    assert 0.92 <= coverage(win - loss, [paired_difference(*cell, 100) for cell in zip(wins, losses)]) <= 0.995
+
+
+def test_no_difference_in_a_few_problems_is_not_certain():
+    assert paired_difference(0, 0, 5).low < -0.2 and paired_difference(0, 0, 5).high > 0.2
+    assert paired_difference(3, 0, 3).mean == 1
+
+
 def test_proportion_has_a_width_at_its_ends():
     """Published values: Wilson's interval of 0 of 10 is 0 to 0.2775, and that of 10 of 10 its mirror."""
     assert proportion(0, 10) == pytest.approx((0, 0, 0.2775), abs=1e-4)
@@ -52,6 +65,11 @@ def test_proportion_has_a_width_at_its_ends():
 
 
 def test_nothing_measured_is_an_error():
-    for call in (lambda: bootstrap([]), lambda: bootstrap([0.0], [0]), lambda: proportion(0, 0)):
+    for call in (
+        lambda: bootstrap([]),
+        lambda: bootstrap([0.0], [0]),
+        lambda: proportion(0, 0),
+        lambda: paired_difference(0, 0, 0),
+    ):
         with pytest.raises(ValueError):
             call()

@@ -387,3 +387,29 @@ def test_a_python_that_does_not_start_is_no_failed_problem(monkeypatch, tmp_path
     monkeypatch.setattr(sandbox, "__file__", str(tmp_path / "absent.py"))
     with pytest.raises(RiverError, match="cannot start Python.*absent.py"):
         run_python("x = 1", timeout_s=5)
+
+
+@NEEDS_LINUX
+@pytest.mark.parametrize(
+    "call",
+    (
+        "os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)",
+        "os.sched_setaffinity(os.getppid(), os.sched_getaffinity(0))",
+        "os.sched_setscheduler(os.getppid(), os.SCHED_BATCH, os.sched_param(0))",
+        "os.setpriority(os.PRIO_PROCESS, 0, 19)",
+        "os.sched_setaffinity(0, os.sched_getaffinity(0))",
+        "__import__('resource').prlimit(os.getppid(), __import__('resource').RLIMIT_CORE, (0, 0))",
+        "os.memfd_create('more memory than the limit allows')",
+    ),
+)
+def test_the_process_that_evaluates_runs_on_as_it_did(call, monkeypatch, tmp_path):
+    """Where the evaluator is not root, code could pin it to one processor, and later problems were timed there."""
+    keep_layers("kernel", monkeypatch, tmp_path)
+    passed, reason = run_python(f"import os\n{call}\n")
+    assert not passed and "PermissionError" in reason
+
+
+@NEEDS_LINUX
+def test_limits_of_ones_own_may_be_read(monkeypatch, tmp_path):
+    keep_layers("kernel", monkeypatch, tmp_path)
+    assert run_python("import resource\nassert resource.getrlimit(resource.RLIMIT_CORE) == (0, 0)\n").passed
