@@ -8,3 +8,8 @@ class RiverError(Exception):
     The command line prints it as a single line and exits with status 2; anything else that escapes
     is a bug of ours and keeps its traceback.
     """
+
+    def __str__(self):
+        """The message; where a file's content has made it endless, its beginning and end."""
+        message = super().__str__()
+        return message if len(message) <= 1000 else f"{message[:600]} ... {message[-300:]}"

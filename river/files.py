@@ -8,6 +8,7 @@ both do in one step.
 import ctypes
 import json
 import os
+import re
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -47,7 +48,10 @@ def read_json(path):
         RiverError: the file is absent or unreadable, is not JSON, or holds no object.
     """
     try:
-        content = json.loads(Path(path).read_bytes())
+        data = Path(path).read_bytes()
+        content = json.loads(data)
+        if re.search(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]", data):
+            json.dumps(content, ensure_ascii=False).encode()  # half a character is none, and no name of a file
     except OSError as error:
         raise RiverError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
