@@ -15,8 +15,8 @@ from .agreement import reference_texts
 from .bench import SHAPES
 from .commands import DEFAULT_MODEL, Parser, exit_status, log, warn_if_busy
 from .config import load_config, parse_config
+from .drawing import check_figure, draw
 from .errors import RiverError
-from .figures import check_figure, draw
 from .llm import load
 from .pareto import (
     BASELINES,

@@ -103,7 +103,7 @@ class Recompute(_WithoutRiver):
     def __init__(self, decoder):
         super().__init__(decoder)
         self.pending = []  # of (first slot, depth, hidden states [B, T, D]), oldest first
-        self.block = None  # this step's batch: (first slot, hidden states)
+        self.block = None  # this step's batch: (first slot, hidden states, positions)
         self.too_many = False  # pending tokens, so that this step goes all the way and takes them along
 
     def may_leave(self, depth):
@@ -112,19 +112,20 @@ class Recompute(_WithoutRiver):
     def run(self, layer, h, positions):
         start, end = positions[0].start, positions[-1].end
         if self.block is None:
-            self.block = start, h
-        first, block = self.block
+            self.block = start, h, positions
+        first, block, positions = self.block
+        joined = first
         while self.pending and self.pending[-1][1] == layer.index:
             first, _, states = self.pending.pop()
             block = torch.cat((states, block), dim=1)
-        if first < start:
+        if first < joined:
             positions = self.decoder.positions(first, end)
         block = self.decoder.run(layer, block, positions)
-        self.block = first, block
+        self.block = first, block, positions
         return block[:, start - first :]
 
     def finish(self, h, exit_layer, positions):
-        first, block = self.block or (positions[0].start, h)
+        first, block, _ = self.block or (positions[0].start, h, positions)
         if exit_layer < self.n_layers:
             self.pending.append((first, exit_layer, block))
         self.block = None

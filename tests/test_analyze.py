@@ -272,7 +272,7 @@ QUICK |= {what: QUICK[what] + ["--tau", "0.3", "--rounds", "1"] for what in ("st
 @pytest.mark.parametrize("what", analyze.LINES)
 def test_figures_are_small_and_the_same_every_time(what, folder, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed, and is not needed but for figures")
-    from river.figures import draw
+    from river.drawing import draw
 
     result, _ = run_json(capsys, what, folder, *QUICK[what], "--figure", tmp_path / "a.svg")
     draw(result, tmp_path / "b.svg")
@@ -283,7 +283,7 @@ def test_figures_are_small_and_the_same_every_time(what, folder, tmp_path, capsy
 
 def test_the_figure_of_a_deep_model_is_small_too(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed, and is not needed but for figures")
-    from river.figures import draw
+    from river.drawing import draw
 
     depths = [0, 1, 2, 4, 8, 16]
     values = torch.rand(40, 2, len(depths), generator=torch.Generator().manual_seed(0)).tolist()
