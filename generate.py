@@ -140,12 +140,12 @@ def run(args):
             offload=args.offload,
             log=log,
         )
-        if args.tau == "auto" and args.exit_layer is None:
+        if args.tau == "auto" and args.exit_layer is None and not args.lossless:
             g = llm.guarantee
             sure = f"{g['target']} with {g['confidence']:.0%} confidence on {g['text']} ({g['texts']} pieces)"
             print(f"tau auto: {g['tau']}, which keeps {sure}", file=sys.stderr)
         if args.trace:
-            trace(llm, (prompts or ["Hello"])[0], settings, print)
+            trace(llm, (prompts or ["Hello"])[0], settings, print, args.raw, args.system)
         elif prompts is None:
             chat(llm, args, settings)
         else:
@@ -306,7 +306,7 @@ def report(run, row, prompt, args):
     return {
         "model": args.model,
         "n_layers": run.llm.config.n_layers,
-        "tau": args.tau if args.exit_layer is None else None,
+        "tau": getattr(run.decoder.exit_rule, "tau", None),
         "prefill": run.decoder.prefill_mode,
         "prompt": prompt,
         "prompt_tokens": len(run.prompt_ids[row]),

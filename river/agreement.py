@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from .decode import teacher_force
+from .errors import RiverError
 from .settings import NAMED_SETTINGS, Settings
 
 BACKBONE = Settings(**NAMED_SETTINGS["backbone"])
@@ -20,13 +21,13 @@ BACKBONE = Settings(**NAMED_SETTINGS["backbone"])
 class TextAgreement(NamedTuple):
     """One setting on one text.
 
-    hits: tokens at which the setting's most likely one is the backbone's. tokens: of the text, its stop token included.
-    kls: KL(backbone || setting) of each token, in nats. exit_layers: backbone layers run, one
-    for each decode step; the first token comes from the prompt, which is no decode step. decode_s: seconds
-    that the decode steps took.
+    hits: whether the setting's most likely token is the backbone's, for each token. tokens: of the text, its stop
+    token included. kls: KL(backbone || setting) of each token, in nats. exit_layers: backbone layers run, one for each
+    decode step; the first token comes from the prompt, which is no decode step. decode_s: seconds that the decode
+    steps took.
     """
 
-    hits: int
+    hits: list
     tokens: int
     kls: list
     exit_layers: list
@@ -74,6 +75,8 @@ def agreement(llm, settings, texts):
 def forced_steps(llm, setting, prompt, tokens):
     """Yield (logits [vocab], exit_layer, seconds) for each of `tokens`, teacher forced; what is done with the logits
     in between does not count as time."""
+    if setting.lossless:
+        raise RiverError("a lossless setting gives the backbone's own tokens: it has nothing to compare, but its speed")
     steps = teacher_force(llm.decoder(setting, 1, len(prompt) + len(tokens)), prompt, tokens)
     for _ in tokens:
         started = time.perf_counter()
@@ -83,10 +86,10 @@ def forced_steps(llm, setting, prompt, tokens):
 
 
 def _compare(llm, setting, prompt, tokens, reference):
-    hits, kls, depths, seconds = 0, [], [], []
+    hits, kls, depths, seconds = [], [], [], []
     for expected, step in zip(reference, forced_steps(llm, setting, prompt, tokens), strict=True):
         logits, depth, taken = step
-        hits += int(logits.argmax()) == int(expected.argmax())
+        hits.append(int(logits.argmax()) == int(expected.argmax()))
         kls.append(F.kl_div(logits.log_softmax(-1), expected, reduction="sum", log_target=True).item())
         depths.append(depth)
         seconds.append(taken)

@@ -69,11 +69,12 @@ def compile_blocks(model, tokens, log=lambda line, done: None):
     Returns:
         Whether blocks run compiled now; they do not if the model does not, or PyTorch cannot here.
     """
-    if not all(hasattr(part, "programs") for part in (*model.layers, model.lm_head)):
+    if not all(hasattr(layer, "programs") for layer in model.layers):
         return False
     try:
         _add_programs(model, model.layers, tokens, log)
-        model.lm_head.programs[tokens] = _head_program(model, tokens, log)
+        if hasattr(model.lm_head, "programs"):  # a quantised head runs in its kernel
+            model.lm_head.programs[tokens] = _head_program(model, tokens, log)
     except RiverError as error:
         log(f"running blocks without --compile: {error}", True)
         return False

@@ -25,16 +25,19 @@ def mean_is_below(losses, bound, confidence=CONFIDENCE):
         losses: numbers in [0, 1], independent draws from one distribution, in any order but their size's.
         bound: in (0, 1).
     """
-    wealth, total, squares, stake = 0.0, 0.0, 0.0, 1.0
+    wealth, total, squares, variance = 0.0, 0.0, 0.0, 0.25
     for count, loss in enumerate(losses, 1):
-        wealth += math.log1p(-stake * (loss - bound))
+        stake = min(1.0, math.sqrt(2 * math.log(1 / (1 - confidence)) / (len(losses) * variance)))
+        factor = 1 - stake * (loss - bound)
+        if factor <= 0:  # a bound so near zero that nothing could be sure of it
+            return False
+        wealth += math.log(factor)
         if wealth > math.log(1 / (1 - confidence)):
             return True
         total += loss
         mean = (0.5 + total) / (count + 1)
         squares += (loss - mean) ** 2
         variance = (0.25 + squares) / (count + 1)
-        stake = min(1.0, math.sqrt(2 * math.log(1 / (1 - confidence)) / (len(losses) * variance)))
     return False
 
 
@@ -49,7 +52,7 @@ def laxest(losses_by_tau, bound):
 
 
 def save(river_path, found):
-    """Keep what was found, a dict with "tau", "target" and "text", beside the river file that it was found with."""
+    """Keep what was found beside the river file that it was found with: a dict with what `load` asks for."""
     with complete_or_absent(_path(river_path)) as temporary:
         temporary.write_text(json.dumps({"river": _river(river_path), **found}, indent=1))
 
@@ -65,7 +68,9 @@ def load(river_path):
     if not path.exists():
         raise RiverError(f"tau auto: no threshold has been calibrated for {river_path.name}; {again}")
     found = read_json(path)
-    if found.get("river") != _river(river_path) or not isinstance(found.get("tau"), float):
+    kinds = {"target": str, "confidence": float, "text": str, "texts": int}
+    whole = found.get("tau") in TAUS and all(isinstance(found.get(key), kind) for key, kind in kinds.items())
+    if found.get("river") != _river(river_path) or not whole:
         raise RiverError(f"{path} belongs to another checkpoint, river or version of PyTorch; {again}")
     return found
 

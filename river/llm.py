@@ -7,6 +7,7 @@ for step in run:
 print(run.mean_exit_layer)
 """
 
+import dataclasses
 import functools
 import time
 from collections import Counter
@@ -81,6 +82,7 @@ def load(
         log(f"no {what} for {', '.join(slow)}: the river will be slow", True)
     if quantize_head:
         model.lm_head = load_quantized_head(model, folder, quantizer, group_size, bits, log)
+    plain = dataclasses.replace(model)
     if compile:
         model, river = compile_model(model, river, log)
     if offload is not None:
@@ -93,7 +95,7 @@ def load(
             choices = Drafting.choices
         if quantize_head or layout_for(model.lm_head.shape, group_size, model.dtype, device) == "plain":
             return model.lm_head, choices
-        return load_quantized_head(model, folder, quantizer, group_size, log=log), choices
+        return load_quantized_head(plain, folder, "best", group_size, log=log), choices
 
     return RiverLLM(
         model, river, tokenizer, prepare_drafts, quantized_path("river", model, folder, quantizer, group_size, bits)
@@ -163,7 +165,8 @@ class RiverLLM:
                 raise RiverError("lossless decoding is for one prompt at a time")
             drafts_leave = make_exit_rule("fixed", self.model, exit_layer=settings.exit_layer or 0)
             return Decoder(self.model, self.river, drafts_leave, "backbone", batch, max_len)
-        tau = self.guarantee["tau"] if settings.tau == "auto" else settings.tau
+        uses_tau = settings.tau == "auto" and settings.exit_layer is None
+        tau = self.guarantee["tau"] if uses_tau else settings.tau
         rule = make_exit_rule(settings.exit_rule, self.model, tau, settings.exit_layer)
         prefill = settings.prefill
         if prefill is None and settings.exit_rule == "oracle":

@@ -78,11 +78,15 @@ def draft_and_verify(decoder, draft_head, prompt, max_new_tokens, stop_ids, samp
     while left and token not in stop_ids:
         start = decoder.length
         most = min(drafting.length(), left - 1, _until_other_rotation(decoder, left))
-        drafts = [*draft(decoder, draft_head, token, most, stop_ids, sampler)]
-        decoder.tokens = decoder.tokens[:, :start]  # the backbone writes the drafts' slots again
-        block = torch.tensor([[token, *(d.token for d in drafts)]], device=decoder.model.device)
-        h, exit_layer = decoder.forward(block, Never())
-        accepted, token = verify(drafts, decoder.model.logits(h)[0], sampler)
+        try:
+            drafts = [*draft(decoder, draft_head, token, most, stop_ids, sampler)]
+            decoder.tokens = decoder.tokens[:, :start]  # the backbone writes the drafts' slots again
+            block = torch.tensor([[token, *(d.token for d in drafts)]], device=decoder.model.device)
+            h, exit_layer = decoder.forward(block, Never())
+            accepted, token = verify(drafts, decoder.model.logits(h)[0], sampler)
+        except BaseException:  # Ctrl-C in a chat, which goes on: with what was shown, and no more
+            decoder.tokens = decoder.tokens[:, :start]
+            raise
         drafting.note(len(drafts), accepted)
         written = decoder.tokens
         steps = [*((d.token, d.exit_layer) for d in drafts[:accepted]), (token, exit_layer)]
@@ -108,6 +112,8 @@ def draft(decoder, head, token, most, stop_ids, sampler):
     for _ in range(most):
         h, exit_layer = decoder.forward(torch.tensor([[token]], device=decoder.model.device), decoder.exit_rule)
         logits = head(decoder.model.norm(h)).float()[:, 0]
+        if not logits.isfinite().all():
+            return  # the river's numbers have overflowed; the backbone's need not have
         probabilities = None if sampler.greedy else sampler.probabilities(logits)
         token = int(sampler(logits) if sampler.greedy else sampler.draw(probabilities))
         yield Draft(token, None if sampler.greedy else probabilities[0], exit_layer)

@@ -28,16 +28,16 @@ class Settings:
         """Refuse what no model could take; `exit_layer` and `prefill` are checked when the decoder is made."""
         if self.max_new_tokens < 0:
             raise RiverError(f"max-new-tokens is {self.max_new_tokens}, but should be 0 or above")
-        if self.tau == "auto" and (self.exit_rule != "similarity" or self.kv != "share"):
-            raise RiverError("tau auto is for --exit-rule similarity and --kv share, with which it was calibrated")
+        if self.tau == "auto" and (self.exit_rule != "similarity" or self.kv != "share" or self.prefill is not None):
+            raise RiverError("tau auto was calibrated for --exit-rule similarity, --kv share and the default --prefill")
         if self.tau != "auto" and not math.isfinite(self.tau):
             raise RiverError(f"tau is {self.tau}, but should be a number (1 or more never exits)")
-        if self.draft is not None and self.draft < 0:
-            raise RiverError(f"draft is {self.draft}, but should be 0 or above")
+        if self.draft is not None and (self.draft < 0 or not self.lossless):
+            raise RiverError(f"draft {self.draft} should be 0 or above, and goes with --lossless")
         if self.lossless and (self.kv != "share" or self.prefill not in (None, "backbone")):
             raise RiverError("lossless decoding needs --kv share and --prefill backbone")
-        if self.lossless and self.exit_rule not in ("similarity", "fixed"):
-            raise RiverError("lossless drafts leave at a fixed depth: --exit-layer N, 0 unless given")
+        if self.lossless and (self.exit_rule not in ("similarity", "fixed") or self.tau != 0.5):
+            raise RiverError("lossless drafts leave at a fixed depth: --exit-layer N, 0 unless given, and no --tau")
         self.sampler()
 
     def sampler(self, device="cpu"):

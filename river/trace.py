@@ -7,21 +7,21 @@ from .linear import Linear, QuantLinear
 from .model import RMSNorm
 
 
-def trace(llm, prompt, settings, write):
+def trace(llm, prompt, settings, write, raw=False, system=None):
     """Run a prompt and then one token, and `write` a line for each tensor of the token's way down.
 
     Args:
         llm: a `RiverLLM` that is not compiled.
-        prompt: text, answered as a chat where the checkpoint knows chats.
+        prompt, raw, system: as for `RiverLLM.generate`.
         settings: the fields of `Settings`, as a dict.
         write: called with each line.
 
     Raises:
-        RiverError: the model is compiled (its layers show nothing of their insides), or stops at once.
+        RiverError: the model is compiled, and its layers show nothing of their insides.
     """
     if not all(dataclasses.is_dataclass(layer) for layer in [*llm.model.layers, *llm.river]):
         raise RiverError("--trace shows layers as they are written: leave out --compile and --offload")
-    run = llm.generate(prompt, **{**settings, "max_new_tokens": 2})
+    run = llm.generate(prompt, raw, system, **{**settings, "max_new_tokens": 2})
     token = next(iter(run)).tokens[0]
     decoder = run.decoder
     write(f"prompt: {decoder.length} tokens, {run.prefill_exit_layer} of {llm.config.n_layers} layers on the backbone")

@@ -67,11 +67,11 @@ def test_chosen_taus_keep_the_target_on_other_text_in_95_of_100_resamples():
 
 
 def result(hits, kls=(0.0,) * 16, decode_s=1.0):
-    return TextAgreement(hits, 16, list(kls), [2] * 15, decode_s)
+    return TextAgreement([True] * hits + [False] * (16 - hits), 16, list(kls), [2] * 15, decode_s)
 
 
 def test_losses_are_shares_between_0_and_1():
-    assert loss(result(12), "agreement") == 0.25
+    assert loss(result(13), "agreement") == pytest.approx(3 / 15)  # the prompt's token does not count
     assert loss(result(16, [0.5] * 16), "kl") == 0.25
     assert loss(result(16, [1e9] * 16), "kl") == 1 and loss(result(16, [-1e-9] * 16), "kl") == 0
 

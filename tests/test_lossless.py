@@ -11,6 +11,7 @@ from river.decode import Decoder, generate
 from river.exits import load_river
 from river.linear import Linear
 from river.lossless import Draft, Drafting, draft_and_verify, verify
+from river.model import DecoderLayer
 from river.sampling import Sampler
 
 FAMILY_NAMES = sorted(path.name for path in FAMILIES.iterdir() if path.is_dir())
@@ -187,6 +188,31 @@ def test_a_chat_goes_on_after_any_interruption(llm):
         assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("calls", (1, 3, 6, 9, 14))
+def test_a_chat_goes_on_after_ctrl_c_in_the_middle_of_a_block(llm, calls, monkeypatch):
+    """Drafts that were never shown stayed in the cache, and the last shown token ran twice."""
+    chat = llm.chat(max_new_tokens=12, lossless=True, draft=4)
+    reply = chat.say("Hello")
+    next(iter(reply))
+    feed_forward, left = DecoderLayer.feed_forward, [calls]
+
+    def interrupted(layer, x):
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return feed_forward(layer, x)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(DecoderLayer, "feed_forward", interrupted)
+        list(reply)
+    assert chat.decoder.tokens[0].tolist() == reply.prompt_ids[0] + reply.tokens[0][:-1]
+    plain = llm.chat(max_new_tokens=12, tau=1.0)
+    for number, _ in enumerate(plain.say("Hello"), 1):
+        if number == len(reply.tokens[0]):
+            break
+    assert text(chat.say("And then?")) == text(plain.say("And then?"))
+
+
 @pytest.mark.parametrize(
     "settings, named",
     [
@@ -194,6 +220,7 @@ def test_a_chat_goes_on_after_any_interruption(llm):
         ({"prefill": "river"}, "--prefill"),
         ({"exit_rule": "entropy"}, "--exit-layer"),
         ({"draft": -1}, "draft"),
+        ({"tau": 0.9}, "no --tau"),
         ({"exit_layer": 5}, "exit layer 5"),
     ],
 )
