@@ -255,7 +255,8 @@ def against_constants(settings, rows, records, task):
     lines = []
     for name, setting in settings.items():
         mean = rows[name]["layers"]
-        if setting.kv != "share" or name in constants or setting.exit_rule in ("never", "oracle") or mean is None:
+        exits = setting.kv == "share" and setting.exit_rule not in ("never", "oracle") and not setting.lossless
+        if not exits or name in constants or mean is None:
             continue
         alike = {
             constant: s.exit_layer
