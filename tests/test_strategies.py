@@ -193,6 +193,10 @@ def test_early_head_rules_score_probabilities():
         least = min(scores)
         assert rule(least - 0.01, lambda h: logits).leaves(1, h, h)
         assert not rule(least + 0.01, lambda h: logits).leaves(1, h, h), "the least sure token decides"
+    halves = torch.tensor([[0.5, 0.5]]).log()
+    assert Confidence(0.4999, lambda h: halves).leaves(1, h[:1], h[:1])
+    assert not Confidence(0.5, lambda h: halves).leaves(1, h[:1], h[:1]), "equal is not above"
+    assert not Margin(0.0, lambda h: halves).leaves(1, h[:1], h[:1])
     uniform = torch.zeros(1, 8)
     assert not Entropy(0.01, lambda h: uniform).leaves(1, h, h)
     sure = torch.tensor([[50.0] + [0.0] * 7])
