@@ -46,7 +46,7 @@ def parse_arguments(argv=None):
     add("--offload", type=int, metavar="N", help="keep only the first N backbone layers in fast memory")
     add("--chat-format", metavar="NAME", help="instead of what the checkpoint's template tells")
     add = parser.add_argument_group("the river").add_argument
-    add("--tau", type=float, default=0.5, help="leave above this similarity (default: 0.5); 1 never leaves")
+    add("--tau", type=tau, default=0.5, help="leave above this similarity (default: 0.5); 1 never leaves; or auto")
     add("--exit-layer", type=int, metavar="N", help="leave after N layers instead: 0 river, L backbone alone")
     add(
         "--exit-rule",
@@ -55,8 +55,15 @@ def parse_arguments(argv=None):
         help="similarity (default), confidence, margin, entropy, oracle",
     )
     add("--kv", default="share", metavar="NAME", help="share (the river), recompute, propagate, mask or monotonic")
+    add("--lossless", action="store_true", help="the river drafts, the backbone verifies: its own text, faster")
+    add("--draft", type=int, metavar="N", help="with --lossless: draft N tokens at a time (default: adapts)")
     add("--prefill", metavar="MODE", help="exit, backbone or river (default: backbone on a CPU, else exit)")
-    add("--quantizer", default="hqq", metavar="NAME", help="hqq (default) or rtn")
+    add(
+        "--quantizer",
+        default="hqq",
+        metavar="NAME",
+        help="hqq (default), rtn, best or awq",
+    )
     add(
         "--group-size",
         type=int,
@@ -64,7 +71,8 @@ def parse_arguments(argv=None):
         metavar="N",
         help="64 (default), 32, 128, 256 if it divides the widths; others: slow",
     )
-    add("--quantize-head", action="store_true", help="the LM head in 4 bits too (the paper leaves it as it is)")
+    add("--bits", type=int, default=4, metavar="N", help="of a weight: 4 (default), 3 or 8; 8 has no groups")
+    add("--quantize-head", action="store_true", help="the LM head in as few bits too (the paper leaves it as it is)")
     add = parser.add_argument_group("sampling").add_argument
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
     add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
@@ -73,7 +81,13 @@ def parse_arguments(argv=None):
     add = parser.add_argument_group("output").add_argument
     add("--show-exits", action="store_true", help="mark each token with the depth at which it left")
     add("--json", action="store_true", help="print one JSON object instead of the text")
+    add("--trace", action="store_true", help="print the tensors of one token's way down instead, as a reading aid")
     return parser.parse_args(argv)
+
+
+def tau(text):
+    """A number, or "auto", which river.calibrate has found."""
+    return text if text == "auto" else float(text)
 
 
 def main(argv=None):
@@ -104,6 +118,7 @@ def run(args):
     # Imported late, so that --help and a wrong option answer at once.
     try:
         import river
+        from river.trace import trace
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed: pip install -r requirements.txt") from error
 
@@ -118,13 +133,20 @@ def run(args):
             dtype=args.dtype,
             quantizer=args.quantizer,
             group_size=args.group_size,
+            bits=args.bits,
             chat_format=args.chat_format,
             quantize_head=args.quantize_head,
             compile=args.compile,
             offload=args.offload,
             log=log,
         )
-        if prompts is None:
+        if args.tau == "auto" and args.exit_layer is None and not args.lossless:
+            g = llm.guarantee
+            sure = f"{g['target']} with {g['confidence']:.0%} confidence on {g['text']} ({g['texts']} pieces)"
+            print(f"tau auto: {g['tau']}, which keeps {sure}", file=sys.stderr)
+        if args.trace:
+            trace(llm, (prompts or ["Hello"])[0], settings, print, args.raw, args.system)
+        elif prompts is None:
             chat(llm, args, settings)
         else:
             run_prompts(llm, prompts, args, settings)
@@ -259,7 +281,15 @@ def print_statistics(run):
         lines.append(f"weights read: {run.nbytes_per_step / 1e6:.1f} MB a step, {gigabytes_per_s:.1f} GB/s")
     if run.prefill_exit_layer is not None:
         lines.append(f"backbone layers run, of {L}: prompt {run.prefill_exit_layer}")
-    if run.exit_layers:
+    if run.drafting:
+        d = run.drafting
+        share = f" ({d.acceptance:.0%})" if d.drafted else ""
+        lines.append(
+            f"lossless: {d.drafted} tokens drafted, {d.accepted} accepted{share}, {d.verifications} verifications"
+        )
+        if d.verifications:
+            lines[-1] += f" of {len(run.exit_layers) / d.verifications:.1f} tokens each"
+    elif run.exit_layers:
         lines[-1] += f", decode {run.mean_exit_layer:.1f} on average"
         depths = Counter(run.exit_layers)
         for depth in sorted(depths):
@@ -272,10 +302,11 @@ def report(run, row, prompt, args):
     """The JSON object of one prompt."""
     decode_steps = max(0, len(run.tokens[row]) - 1)
     exit_layers = run.exit_layers[:decode_steps]
+    counts = {name: getattr(run.drafting, name) for name in ("drafted", "accepted", "verifications") if run.drafting}
     return {
         "model": args.model,
         "n_layers": run.llm.config.n_layers,
-        "tau": args.tau if args.exit_layer is None else None,
+        "tau": getattr(run.decoder.exit_rule, "tau", None),
         "prefill": run.decoder.prefill_mode,
         "prompt": prompt,
         "prompt_tokens": len(run.prompt_ids[row]),
@@ -288,6 +319,7 @@ def report(run, row, prompt, args):
         "ttft_s": run.ttft_s,
         "decode_tokens_per_s": run.decode_tokens_per_s,
         "stop_reason": run.stop_reasons[row] or "length",
+        **counts,
     }
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from .decode import teacher_force
+from .errors import RiverError
 from .settings import NAMED_SETTINGS, Settings
 
 BACKBONE = Settings(**NAMED_SETTINGS["backbone"])
@@ -20,15 +21,15 @@ BACKBONE = Settings(**NAMED_SETTINGS["backbone"])
 class TextAgreement(NamedTuple):
     """One setting on one text.
 
-    hits: tokens that are the setting's most likely ones too. tokens: of the text, its stop token included.
-    kl: the sum over the tokens of KL(backbone || setting), in nats. exit_layers: backbone layers run, one
-    for each decode step; the first token comes from the prompt, which is no decode step. decode_s: seconds
-    that the decode steps took.
+    hits: whether the setting's most likely token is the backbone's, for each token. tokens: of the text, its stop
+    token included. kls: KL(backbone || setting) of each token, in nats. exit_layers: backbone layers run, one for each
+    decode step; the first token comes from the prompt, which is no decode step. decode_s: seconds that the decode
+    steps took.
     """
 
-    hits: int
+    hits: list
     tokens: int
-    kl: float
+    kls: list
     exit_layers: list
     decode_s: float
 
@@ -74,6 +75,8 @@ def agreement(llm, settings, texts):
 def forced_steps(llm, setting, prompt, tokens):
     """Yield (logits [vocab], exit_layer, seconds) for each of `tokens`, teacher forced; what is done with the logits
     in between does not count as time."""
+    if setting.lossless:
+        raise RiverError("a lossless setting gives the backbone's own tokens: it has nothing to compare, but its speed")
     steps = teacher_force(llm.decoder(setting, 1, len(prompt) + len(tokens)), prompt, tokens)
     for _ in tokens:
         started = time.perf_counter()
@@ -83,11 +86,11 @@ def forced_steps(llm, setting, prompt, tokens):
 
 
 def _compare(llm, setting, prompt, tokens, reference):
-    hits, kl, depths, seconds = 0, 0.0, [], []
-    for token, expected, step in zip(tokens, reference, forced_steps(llm, setting, prompt, tokens), strict=True):
+    hits, kls, depths, seconds = [], [], [], []
+    for expected, step in zip(reference, forced_steps(llm, setting, prompt, tokens), strict=True):
         logits, depth, taken = step
-        hits += int(logits.argmax()) == token
-        kl += F.kl_div(logits.log_softmax(-1), expected, reduction="sum", log_target=True).item()
+        hits.append(int(logits.argmax()) == int(expected.argmax()))
+        kls.append(F.kl_div(logits.log_softmax(-1), expected, reduction="sum", log_target=True).item())
         depths.append(depth)
         seconds.append(taken)
-    return TextAgreement(hits, len(tokens), kl, depths[1:], sum(seconds[1:]))
+    return TextAgreement(hits, len(tokens), kls, depths[1:], sum(seconds[1:]))

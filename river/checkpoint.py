@@ -181,7 +181,8 @@ def checkpoint_files(folder):
         raise RiverError(f"{index}: 'weight_map' should be an object that names the file of each tensor")
     files = {}
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or "\\" in file:
+        plain = isinstance(file, str) and Path(file).name == file and file.isprintable() and "\\" not in file
+        if not plain or file in ("", ".."):
             raise RiverError(f"{index}: {file!r}, given for {name!r}, is not the name of a file in this folder")
         files.setdefault(folder / file, set()).add(name)
     return files

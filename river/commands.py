@@ -21,16 +21,15 @@ class Parser(argparse.ArgumentParser):
 
 
 def exit_status(name, run, args):
-    """Run a command; returns its exit status, a mistake or Ctrl-C having been answered by one line."""
+    """Run a command; returns its exit status (0 for None), a mistake or Ctrl-C having been answered by one line."""
     try:
-        run(args)
+        return run(args) or 0
     except RiverError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"\n{name}: stopped", file=sys.stderr)
         return 130
-    return 0
 
 
 def log(line, done):

@@ -2,7 +2,8 @@
 
 One program serves all backbone layers, another all exit layers: weights and cache views are inputs, so
 that nothing is compiled twice. A program runs the case that decides the speed, one token of one
-sequence; everything else (prompts, batches) goes to the layer as it is written.
+sequence, or the few that a lossless step verifies; everything else (prompts, batches) goes to the layer as it is
+written.
 
 On a CPU a program is built ahead of time by PyTorch's Inductor: native code, called with hardly any
 Python between. Building it takes some seconds and a C++ compiler. It is kept in the user's own cache
@@ -50,90 +51,127 @@ def compile_model(model, river, log=lambda line, done: None):
 
 def compile_layers(model, layers, log=lambda line, done: None):
     """Return `layers`, of the backbone or of the river, compiled; a RiverError if PyTorch cannot here."""
-    programs = {}  # layers whose tensors have the same shapes share a program: as a rule there is one
-    for layer in layers:
-        signature = _signature(layer)
-        if signature not in programs:
-            programs[signature] = _program(model, layer, signature, log)
-    return [CompiledLayer(layer, programs[_signature(layer)]) for layer in layers]
+    compiled = [CompiledLayer(layer) for layer in layers]
+    _add_programs(model, compiled, 1, log)
+    return compiled
 
 
 def compile_head(model, log=lambda line, done: None):
     """Return the full-precision LM head of `model`, compiled; a RiverError if PyTorch cannot here."""
-    hidden = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=model.device)
+    head = CompiledHead(model.lm_head)
+    head.programs[1] = _head_program(model, 1, log)
+    return head
+
+
+def compile_blocks(model, tokens, log=lambda line, done: None):
+    """Give the compiled layers and head of `model` a program for blocks of so many tokens of one sequence too.
+
+    Returns:
+        Whether blocks run compiled now; they do not if the model does not, or PyTorch cannot here.
+    """
+    if not all(hasattr(layer, "programs") for layer in model.layers):
+        return False
+    try:
+        _add_programs(model, model.layers, tokens, log)
+        if hasattr(model.lm_head, "programs"):  # a quantised head runs in its kernel
+            model.lm_head.programs[tokens] = _head_program(model, tokens, log)
+    except RiverError as error:
+        log(f"running blocks without --compile: {error}", True)
+        return False
+    return True
+
+
+def _add_programs(model, layers, tokens, log):
+    """Give compiled layers the program for steps of so many tokens."""
+    programs = {}  # layers whose tensors have the same shapes share a program: as a rule there is one
+    for layer in layers:
+        signature = _signature(layer)
+        if signature not in programs:
+            programs[signature] = _program(model, layer.plain, tokens, f"{signature} x{tokens}", log)
+        layer.programs[tokens] = programs[signature]
+
+
+def _head_program(model, tokens, log):
+    """Compile the LM head for so many tokens: a function of (hidden states, tensors)."""
+    hidden = torch.zeros(1, tokens, model.config.hidden_size, dtype=model.dtype, device=model.device)
     tensors = model.lm_head.tensor_list()
     sizes = (None, [None] * len(tensors))
-    return CompiledHead(
-        model.lm_head, _compile(_Head(model.lm_head), (hidden, tensors), sizes, _facts(model.lm_head), log)
-    )
+    return _compile(_Head(model.lm_head), (hidden, tensors), sizes, f"{_facts(model.lm_head)} x{tokens}", log)
 
 
 class _Head(torch.nn.Module):
-    """What is compiled of a head: its product with one token, as a function of its tensors."""
+    """What is compiled of a head: its product with a few tokens, as a function of its tensors."""
 
     def __init__(self, linear):
         super().__init__()
         self.linear = linear
 
     def forward(self, x, tensors):
-        return _MatrixVector(self.linear.with_tensors(tensors))(x)
+        return _FewVectors(self.linear.with_tensors(tensors))(x)
 
 
 class CompiledHead:
-    """A `Linear` that goes through its compiled program where that applies."""
+    """A `Linear` that goes through a compiled program where there is one: `programs` is by number of tokens."""
 
-    def __init__(self, linear, program):
-        self.linear, self.program = linear, program
+    def __init__(self, linear):
+        self.linear, self.programs = linear, {}
         self.tensors = linear.tensor_list()
 
     def __call__(self, x):
-        return self.program(x, self.tensors) if x.shape[0] == x.shape[1] == 1 else self.linear(x)
+        program = self.programs.get(x.shape[1]) if len(x) == 1 else None
+        return program(x, self.tensors) if program else self.linear(x)
 
     def __getattr__(self, name):
         return getattr(self.linear, name)
 
 
 class CompiledLayer:
-    """A `DecoderLayer` that goes through its compiled program where that applies."""
+    """A `DecoderLayer` that goes through a compiled program where there is one: `programs` is by number of tokens."""
 
-    def __init__(self, layer, program):
-        self.layer, self.program = layer, program
+    def __init__(self, layer):
+        self.plain, self.programs = layer, {}
         self.tensors = layer.tensor_list()
 
     def __call__(self, h, positions, cache):
-        one_token = h.shape[0] == h.shape[1] == 1 and positions.padding is None and positions.missing is None
-        # The program knows no window that has begun to slide, and was traced with a slot to spare.
-        if one_token and 2 <= positions.end < cache.max_len and not positions.first_visible(self.layer.window):
-            return self.program(h, positions, *cache.layer(self.layer.index), self.tensors)
-        return self.layer(h, positions, cache)
+        program = self._program_for(h.shape[1], positions, cache) if len(h) == 1 else None
+        if program:
+            return program(h, positions, *cache.layer(self.index), self.tensors)
+        return self.plain(h, positions, cache)
+
+    def _program_for(self, tokens, positions, cache):
+        # A program knows no window that has begun to slide, and was traced with a slot to spare.
+        fits = tokens < positions.end < cache.max_len and (self.window is None or positions.end <= self.window)
+        return self.programs.get(tokens) if fits and positions.padding is None and positions.missing is None else None
 
     def with_tensors(self, tensors):
-        """The same layer over other tensors, through the same program."""
-        return CompiledLayer(self.layer.with_tensors(tensors), self.program)
+        """The same layer over other tensors, through the same programs."""
+        twin = CompiledLayer(self.plain.with_tensors(tensors))
+        twin.programs = self.programs
+        return twin
 
     def __getattr__(self, name):
-        return getattr(self.layer, name)
+        return getattr(self.plain, name)
 
 
 class _DecodeStep(torch.nn.Module):
-    """What is compiled: a layer at the last slot of a sequence, as a function of all the tensors it uses.
+    """What is compiled: a layer at the last slots of a sequence, as a function of all the tensors it uses.
 
     `slots` is any tensor as long as the sequence: its length, and not its values, is the position, so that
     one program serves every position.
     """
 
-    def __init__(self, layer):
+    def __init__(self, layer, tokens):
         super().__init__()
-        self.layer = dataclasses.replace(layer, window=None)
+        self.layer, self.tokens = dataclasses.replace(layer, window=None), tokens
 
     def forward(self, h, slots, cos, sin, query_scale, k, v, tensors):
         end = slots.shape[0]
-        torch._check(end >= 2)
+        torch._check(end > self.tokens)
         torch._check(end < k.shape[2])
         layer = self.layer.with_tensors(tensors)
-        linears = {name: _MatrixVector(part) for name, part in layer.parts() if isinstance(part, Linear)}
+        linears = {name: _FewVectors(part) for name, part in layer.parts() if isinstance(part, Linear)}
         layer = dataclasses.replace(layer, **linears)
-        return layer(h, Positions(end - 1, end, cos, sin, query_scale, None), _OneLayer(k, v))
+        return layer(h, Positions(end - self.tokens, end, cos, sin, query_scale, None), _OneLayer(k, v))
 
 
 class _OneLayer:
@@ -146,22 +184,27 @@ class _OneLayer:
         return self.views
 
 
-class _MatrixVector:
-    """A `Linear` of one token, spelled as a multiplication and a sum, for the compiler to make one loop of.
+class _FewVectors:
+    """A `Linear` of a few tokens, spelled as multiplications and sums, for the compiler to make one loop of.
 
-    Inductor's loop streams the matrix at the speed of the memory (35 GB/s where F.linear has 25: two
-    cores of an AMD EPYC). Uncompiled it would be slow: it would write the products down.
+    Inductor's loop streams the matrix once for all tokens, at the speed of the memory (35 GB/s where F.linear has
+    25: two cores of an AMD EPYC). Uncompiled it would be slow: it would write the products down.
     """
 
     def __init__(self, linear):
         self.linear = linear
 
     def __call__(self, x):
-        vector = x.flatten().float()
-        y = torch.cat([(weight.float() * vector).sum(-1) for weight in self.linear.weights])
+        vectors = x[0].float()
+        if len(vectors) > 1:
+            # A product that the compiler cannot see through: without it, each row of the matrix would compute x (a
+            # norm, a SiLU) anew for every token.
+            vectors = torch.eye(len(vectors), device=x.device) @ vectors
+        rows = [torch.cat([(w.float() * vector).sum(-1) for w in self.linear.weights]) for vector in vectors.unbind()]
+        y = torch.stack(rows)
         if self.linear.bias is not None:
             y = y + self.linear.bias.float()
-        return y.to(x.dtype).view(1, 1, -1)
+        return y.to(x.dtype)[None]
 
 
 def _signature(layer):
@@ -175,17 +218,17 @@ def _facts(part):
     return " ".join([part.signature(), *(f"{tuple(t.shape)}{t.dtype}" for t in part.tensor_list())])
 
 
-def _program(model, layer, signature, log):
-    """Compile the decode step of a layer: a function of (h, positions, K view, V view, tensors)."""
-    hidden = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=model.device)
+def _program(model, layer, tokens, signature, log):
+    """Compile a layer for steps of so many tokens: a function of (h, positions, K view, V view, tensors)."""
+    hidden = torch.zeros(1, tokens, model.config.hidden_size, dtype=model.dtype, device=model.device)
     cache = KVCache(model.config, 1, 128, model.dtype, model.device)
-    positions = Positions.at(model.rope, 99, 100, 100, model.dtype)
+    positions = Positions.at(model.rope, 100 - tokens, 100, 100, model.dtype)
     slots = torch.empty(positions.end, device=model.device)
     place = (slots, positions.cos, positions.sin, positions.query_scale)
     arguments = (hidden, *place, *cache.layer(0), layer.tensor_list())
     varies = torch.export.Dim.DYNAMIC
     sizes = (None, {0: varies}, None, None, None, {2: varies}, {2: varies}, [None] * len(arguments[-1]))
-    run = _compile(_DecodeStep(layer), arguments, sizes, signature, log)
+    run = _compile(_DecodeStep(layer, tokens), arguments, sizes, signature, log)
 
     def program(h, positions, k, v, tensors):
         nonlocal slots
@@ -227,7 +270,10 @@ def _package(module, arguments, sizes, signature, log):
         with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             exported = torch.export.export(module, arguments, dynamic_shapes=sizes)
-            built = torch._inductor.aoti_compile_and_package(exported, package_path=f"{scratch}/step.pt2")
+            options = {"cpp.enable_floating_point_contract_flag": "fast"}  # products and sums in one instruction
+            built = torch._inductor.aoti_compile_and_package(
+                exported, package_path=f"{scratch}/step.pt2", inductor_configs=options
+            )
             with complete_or_absent(path) as temporary, zipfile.ZipFile(built) as package:
                 code = package.read(next(name for name in package.namelist() if name.endswith(".so")))
                 temporary.write_bytes(code + hashlib.sha256(code).digest())  # a linker ignores what follows

@@ -5,6 +5,7 @@ never for the family. What this file does not know it refuses by name: a checkpo
 a setting ignored would answer fluently and wrongly.
 """
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,9 +51,12 @@ FAMILIES = {
 MULTIMODAL = "mistral3"  # its text model sits in text_config
 
 
+LARGEST = 1e300  # a number in JSON may have any length
+
+
 def positive_number(value, what):
     """Return `value`; a RiverError that begins with `what` unless it is a number above zero and finite."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < LARGEST:
         raise RiverError(f"config.json: {what} to be a number above zero, not {value!r}")
     return value
 
@@ -139,10 +143,10 @@ class _Reader:
                 raise RiverError(f"{self.path}: the key {key!r} is missing")
             return default
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
+            value = float(value) if abs(value) < LARGEST else math.inf
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             self.fail(key, value, f"should be of type {kind.__name__}")
-        if kind in (int, float) and not 0 < value < float("inf"):
+        if kind in (int, float) and not 0 < value < LARGEST:
             self.fail(key, value, "should be above zero and finite")
         return value
 

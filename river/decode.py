@@ -48,10 +48,14 @@ class Decoder:
         self.exit_rule = exit_rule
         self.prefill_rule = {"exit": exit_rule, "backbone": Never(), "river": FixedDepth(0)}[self.prefill_mode]
         self.cache = KVCache(model.config, batch, max_len, model.dtype, model.device)
-        self.length = 0  # cache slots filled so far
-        self.tokens = torch.empty((batch, 0), dtype=torch.int64, device=model.device)  # what fills them
+        self.tokens = torch.empty((batch, 0), dtype=torch.int64, device=model.device)  # that fill the cache's slots
         self.padding = None  # int64 [B]: how many of them are padding, or None
         self.kv_name, self.kv = kv, make_strategy(kv, self)
+
+    @property
+    def length(self):
+        """Cache slots filled so far. Fewer tokens make it shorter: later slots are written before they are read."""
+        return self.tokens.shape[1]
 
     def descend(self, h, positions, rule, deciding):
         """Take hidden states through all L layers: the paper's algorithm.
@@ -99,7 +103,7 @@ class Decoder:
         rope = self.model.rope
         if self.length and rope.variant(end) != rope.variant(self.length):
             # The keys in the cache were turned by other frequencies than these tokens will be.
-            earlier, self.tokens, self.length = self.tokens, self.tokens[:, :0], 0
+            earlier, self.tokens = self.tokens, self.tokens[:, :0]
             self.kv = make_strategy(self.kv_name, self)
             self._append(earlier, self.prefill_rule, self._not_padding(earlier), end)
         return self._append(tokens, rule, deciding, end)
@@ -108,7 +112,7 @@ class Decoder:
         end = self.length + tokens.shape[1]
         positions = self.positions(self.length, end, final_length)
         h, exit_layer = self.descend(self.model.embed(tokens), positions, rule, deciding)
-        self.tokens, self.length = torch.cat((self.tokens, tokens), dim=1), end
+        self.tokens = torch.cat((self.tokens, tokens), dim=1)
         return h, exit_layer
 
     def positions(self, start, end, final_length=None):

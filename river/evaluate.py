@@ -65,7 +65,8 @@ def parse_arguments(argv):
         add("--device", default="auto")
         add("--compile", action="store_true", help="compiled layers, as in generate.py")
         add("--quantizer", default="hqq", help="of the river")
-        add("--quantize-head", action="store_true", help="the LM head in 4 bits too")
+        add("--bits", type=int, default=4, help="of the river's weights: 4 (default), 3 or 8")
+        add("--quantize-head", action="store_true", help="the LM head quantised too")
         add("--json", action="store_true", help="one JSON object too, on the last line")
         if name in MAX_NEW_TOKENS:
             add("--max-new-tokens", type=int, default=MAX_NEW_TOKENS[name], metavar="N", help="(default: %(default)s)")
@@ -90,7 +91,7 @@ def run(args):
     output = Path(args.output or f"{args.task}-{Path(args.model).resolve().name}.jsonl")
     records = Records(output, {**describe(args), **generation, **task.options})
     if any((problem, setting) not in records.of for problem in task.problems for setting in settings):
-        how = {"quantizer": args.quantizer, "quantize_head": args.quantize_head, "compile": args.compile}
+        how = {name: getattr(args, name) for name in ("quantizer", "bits", "quantize_head", "compile")}
         llm = load(args.model, args.device, **how, log=log)
         complete(records, llm, task, settings)
     baseline = next(iter(settings))
@@ -128,6 +129,7 @@ def describe(args):
         "checkpoint": hashlib.sha256(checkpoint).hexdigest()[:16],
         "device": "cuda" if cuda else args.device.replace("auto", "cpu"),
         "quantizer": args.quantizer,
+        "bits": args.bits,
         "quantize_head": args.quantize_head,
         "compile": args.compile,
     }
@@ -253,7 +255,8 @@ def against_constants(settings, rows, records, task):
     lines = []
     for name, setting in settings.items():
         mean = rows[name]["layers"]
-        if setting.kv != "share" or name in constants or setting.exit_rule in ("never", "oracle") or mean is None:
+        exits = setting.kv == "share" and setting.exit_rule not in ("never", "oracle") and not setting.lossless
+        if not exits or name in constants or mean is None:
             continue
         alike = {
             constant: s.exit_layer

@@ -6,8 +6,12 @@ both do in one step.
 """
 
 import ctypes
+import glob
 import json
 import os
+import platform
+import re
+import shutil
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -21,23 +25,52 @@ from .errors import RiverError
 def complete_or_absent(path):
     """Yield a temporary path beside `path` that becomes `path` if the block succeeds.
 
-    The temporary file carries the process id, so that two processes that write the same target
-    cannot mix their bytes: the last to finish wins, and both results are whole.
+    Two processes that write the same target have a temporary path each, so that they cannot mix their
+    bytes: the last to finish wins, and both results are whole.
 
     Raises:
         RiverError: the folder cannot be written to, or the disk is full.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = unfinished(path)
         yield temporary
         os.replace(temporary, path)
     except OSError as error:
         raise RiverError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
         with suppress(OSError):  # not there, or on a disk that went read-only: nothing to tidy
-            temporary.unlink()
+            if temporary:
+                temporary.unlink()
+
+
+def unfinished(path):
+    """A hidden path beside `path` for this process's work on it; what killed processes left there is removed.
+
+    Its name has the host in it, since on a shared disk only processes of our own are known to be gone.
+    """
+    ours = f".{path.name}.{platform.node()}."
+    for old in path.parent.glob(f"{glob.escape(ours)}*.part"):
+        process = old.name.removeprefix(ours).removesuffix(".part")
+        if process.isdecimal() and (int(process) == os.getpid() or not _runs(int(process))):
+            with suppress(OSError):  # another process has just removed it
+                shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+    return path.with_name(f"{ours}{os.getpid()}.part")
+
+
+def _runs(process):
+    """Whether a process with this id runs on this host, as far as can be told."""
+    if os.name != "posix":  # os.kill would end it there
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # another user's, or no id at all
+        return True
+    return True
 
 
 def read_json(path):
@@ -47,7 +80,10 @@ def read_json(path):
         RiverError: the file is absent or unreadable, is not JSON, or holds no object.
     """
     try:
-        content = json.loads(Path(path).read_bytes())
+        data = Path(path).read_bytes()
+        content = json.loads(data)
+        if re.search(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]", data):
+            json.dumps(content, ensure_ascii=False).encode()  # half a character is none, and no name of a file
     except OSError as error:
         raise RiverError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:

@@ -1,8 +1,8 @@
-"""Linear layers: full precision for the backbone, 4-bit for the river, called alike.
+"""Linear layers: full precision for the backbone, quantised for the river, called alike.
 
 A linear maps x [..., in_features] to [..., out_features]. `Linear` holds the checkpoint's own
 tensors; where several projections share an input (q, k, v) it holds them all, so that they stay
-memory-mapped and need no fused copy. `QuantLinear` holds 4-bit codes in the layout of a PyTorch int4
+memory-mapped and need no fused copy. `QuantLinear` holds codes in the layout of a PyTorch int4 or int8
 kernel where one takes the shape, and in a plain layout with a reference implementation where not.
 """
 
@@ -83,11 +83,12 @@ def join_neighbours(weights):
 
 
 class QuantLinear:
-    """y = x W^T + b with W ~ (codes - zeros) * scales, in the layout that `layout_for` names.
+    """y = (x * input_scales) W^T + b with W ~ (codes - zeros) * scales, in the layout that `layout_for` names.
 
     Args:
-        tensors: dict with the tensors of the layout, as `pack` returns and a river file stores them.
-        layout: "plain", "int4pack_cpu" or "int4pack_cuda".
+        tensors: dict with the tensors of the layout, as `pack` returns and a river file stores them, and
+            perhaps "input_scales" [in_features] in the dtype of x (see awq.py).
+        layout: a name of MATMULS.
         shape: (out_features, in_features).
         group_size: input features that share a scale and a zero.
         bias: [out_features] or None.
@@ -99,6 +100,8 @@ class QuantLinear:
         self.matmul = MATMULS[layout]
 
     def __call__(self, x):
+        if "input_scales" in self.tensors:
+            x = x * self.tensors["input_scales"]
         y = self.matmul(x.reshape(-1, self.shape[1]), self.tensors, self.group_size)
         y = y.view(*x.shape[:-1], self.shape[0])
         return y if self.bias is None else y + self.bias
@@ -124,13 +127,18 @@ class QuantLinear:
         return f"{self.layout} {self.group_size} {' '.join(self.tensors)}"
 
 
-def layout_for(shape, group_size, dtype, device):
+def layout_for(shape, group_size, dtype, device, bits=4):
     """Name the layout for a weight [out_features, in_features] that meets activations of `dtype` on `device`.
 
-    The kernels take bfloat16 only (the CPU one takes float32 too, 20 to 40 times slower).
+    3-bit codes are stored as 4-bit ones. The int4 kernels take bfloat16 only (the CPU one takes float32 too, 20 to
+    40 times slower). The int8 kernel reads 16 input features at once, and beyond the end of a row where they do not
+    divide it.
     """
     out_features, in_features = shape
     device = torch.device(device).type
+    if bits == 8:
+        fits = dtype is torch.bfloat16 and device in ("cpu", "cuda") and in_features % 16 == 0
+        return "int8pack" if fits else "plain_int8"
     fits = dtype is torch.bfloat16 and group_size in KERNEL_GROUP_SIZES and in_features % group_size == 0
     if fits and device == "cpu" and out_features % 16 == 0:
         return "int4pack_cpu"
@@ -139,13 +147,21 @@ def layout_for(shape, group_size, dtype, device):
     return "plain"
 
 
+def scale_dtype(layout):
+    """What a layout stores scales and zeros in."""
+    return torch.float32 if layout.startswith("plain") else torch.bfloat16
+
+
 def pack(quantized, layout, device):
     """Return the tensors of `layout` for a `Quantized` weight, on `device`."""
     codes, scales, zeros = (t.to(device) for t in (quantized.codes, quantized.scales, quantized.zeros))
+    if layout in ("plain_int8", "int8pack"):  # the zeros are all 128
+        signed = (codes.short() - 128).to(torch.int8)
+        return {"packed": signed, "scales": scales.flatten().to(scale_dtype(layout))}
     if layout == "plain":
         return {"packed": pack_nibbles(codes), "scales": scales, "zeros": zeros}
     # Both kernels compute (codes - 8) * scale + zero, with [groups, out_features, 2] for the pair.
-    pairs = torch.stack((scales.t(), ((8 - zeros) * scales).t()), dim=-1).contiguous().to(torch.bfloat16)
+    pairs = torch.stack((scales.t(), ((8 - zeros) * scales).t()), dim=-1).contiguous().to(scale_dtype(layout))
     if layout == "int4pack_cpu":
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)  # the 1 is ignored
     else:
@@ -185,4 +201,19 @@ def _matmul_cuda(x, tensors, group_size):
     return torch.ops.aten._weight_int4pack_mm(x, tensors["packed"], group_size, tensors["scales_and_zeros"])
 
 
-MATMULS = {"plain": _matmul_plain, "int4pack_cpu": _matmul_cpu, "int4pack_cuda": _matmul_cuda}
+def _matmul_plain_int8(x, tensors, group_size):
+    weight = tensors["packed"].float() * tensors["scales"][:, None]
+    return F.linear(x, weight.to(x.dtype))
+
+
+def _matmul_int8(x, tensors, group_size):
+    return torch.ops.aten._weight_int8pack_mm(x.contiguous(), tensors["packed"], tensors["scales"])
+
+
+MATMULS = {
+    "plain": _matmul_plain,
+    "plain_int8": _matmul_plain_int8,
+    "int4pack_cpu": _matmul_cpu,
+    "int4pack_cuda": _matmul_cuda,
+    "int8pack": _matmul_int8,
+}

@@ -7,6 +7,8 @@ for step in run:
 print(run.mean_exit_layer)
 """
 
+import dataclasses
+import functools
 import time
 from collections import Counter
 from pathlib import Path
@@ -14,11 +16,14 @@ from pathlib import Path
 import torch
 
 from .checkpoint import load_model
-from .compile import compile_model
+from .compile import compile_blocks, compile_model
 from .controller import make_exit_rule
 from .decode import Decoder, generate
 from .errors import RiverError
-from .exits import load_quantized_head, load_river
+from .exits import load_quantized_head, load_river, quantized_path
+from .guarantee import load as load_guarantee
+from .linear import layout_for
+from .lossless import BLOCK, Drafting, draft_and_verify
 from .offload import check_offload, offload_layers
 from .quantize import check_settings
 from .settings import Settings
@@ -33,6 +38,7 @@ def load(
     dtype="bfloat16",
     quantizer="hqq",
     group_size=64,
+    bits=4,
     chat_format=None,
     quantize_head=False,
     compile=False,
@@ -45,9 +51,9 @@ def load(
         folder: config.json, safetensors and tokenizer files, as on the Hugging Face hub.
         device: "auto" (CUDA if there is one), "cpu", "cuda", ...
         dtype: of weights and activations: "bfloat16", "float16" or "float32".
-        quantizer, group_size: of the river, see quantize.py.
+        quantizer, group_size, bits: of the river (and the head), see quantize.py.
         chat_format: a name of chat.py, or None to detect it from the checkpoint.
-        quantize_head: the LM head in 4 bits too, for backbone and river alike.
+        quantize_head: the LM head in as few bits too, for backbone and river alike.
         compile: decode through compiled layers, see compile.py.
         offload: keep only so many backbone layers in fast memory, see offload.py; None keeps all.
         log: called with (line, done) about slow work.
@@ -58,7 +64,7 @@ def load(
     folder = Path(folder)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    check_settings(quantizer, group_size)
+    check_settings(quantizer, group_size, bits)
     try:
         torch.ones(1, device=device).item()  # what there is a name for need not be there, or hold data
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -69,27 +75,57 @@ def load(
     if offload is not None:
         check_offload(model.layers, offload)  # now, and not after the river has been built
     tokenizer = load_tokenizer(folder, chat_format)
-    river = load_river(model, folder, quantizer, group_size, log)
-    slow = [name for name, linear in river[0].parts() if getattr(linear, "layout", "") == "plain"]
+    river = load_river(model, folder, quantizer, group_size, bits, log)
+    slow = [name for name, linear in river[0].parts() if getattr(linear, "layout", "").startswith("plain")]
     if slow:
-        log(
-            f"no int4 kernel takes {dtype} in groups of {group_size} for {', '.join(slow)}: the river will be slow",
-            True,
-        )
+        what = f"int8 kernel takes {dtype}" if bits == 8 else f"int4 kernel takes {dtype} in groups of {group_size}"
+        log(f"no {what} for {', '.join(slow)}: the river will be slow", True)
     if quantize_head:
-        model.lm_head = load_quantized_head(model, folder, quantizer, group_size, log)
+        model.lm_head = load_quantized_head(model, folder, quantizer, group_size, bits, log)
+    plain = dataclasses.replace(model)
     if compile:
         model, river = compile_model(model, river, log)
     if offload is not None:
         model.layers = offload_layers(model.layers, offload)
-    return RiverLLM(model, river, tokenizer)
+
+    def prepare_drafts():
+        if compile and compile_blocks(model, BLOCK, log):
+            choices = (0, BLOCK - 1)
+        else:
+            choices = Drafting.choices
+        if quantize_head or layout_for(model.lm_head.shape, group_size, model.dtype, device) == "plain":
+            return model.lm_head, choices
+        return load_quantized_head(plain, folder, "best", group_size, log=log), choices
+
+    return RiverLLM(
+        model, river, tokenizer, prepare_drafts, quantized_path("river", model, folder, quantizer, group_size, bits)
+    )
 
 
 class RiverLLM:
-    """A loaded model: `model` (the backbone), `river` (its exit layers) and `tokenizer`."""
+    """A loaded model: `model` (the backbone), `river` (its exit layers) and `tokenizer`.
 
-    def __init__(self, model, river, tokenizer):
+    `prepare_drafts` is a function without arguments, called before the first lossless run, that returns the head
+    that drafts are read with and the numbers of drafts that pay. `river_path` is the river's file.
+    """
+
+    def __init__(self, model, river, tokenizer, prepare_drafts=None, river_path=None):
         self.model, self.river, self.tokenizer = model, river, tokenizer
+        self.prepare_drafts, self.river_path = prepare_drafts, river_path
+
+    @functools.cached_property
+    def draft_head_and_choices(self):
+        """(head, numbers of drafts): the head is in 4 bits where a kernel takes it, since a draft need not be exact."""
+        return self.prepare_drafts()
+
+    @functools.cached_property
+    def guarantee(self):
+        """What `tau="auto"` stands for: a dict with "tau", "target", "confidence", "text" and "texts".
+
+        Raises:
+            RiverError: nothing has been calibrated for this river.
+        """
+        return load_guarantee(self.river_path)
 
     @property
     def config(self):
@@ -124,7 +160,14 @@ class RiverLLM:
 
     def decoder(self, settings, batch, max_len):
         """A `Decoder` with an empty cache for these `Settings`."""
-        rule = make_exit_rule(settings.exit_rule, self.model, settings.tau, settings.exit_layer)
+        if settings.lossless:
+            if batch > 1:
+                raise RiverError("lossless decoding is for one prompt at a time")
+            drafts_leave = make_exit_rule("fixed", self.model, exit_layer=settings.exit_layer or 0)
+            return Decoder(self.model, self.river, drafts_leave, "backbone", batch, max_len)
+        uses_tau = settings.tau == "auto" and settings.exit_layer is None
+        tau = self.guarantee["tau"] if uses_tau else settings.tau
+        rule = make_exit_rule(settings.exit_rule, self.model, tau, settings.exit_layer)
         prefill = settings.prefill
         if prefill is None and settings.exit_rule == "oracle":
             prefill = "backbone"
@@ -149,6 +192,7 @@ class Generation:
             model's context is full), or None while it runs.
         prefill_exit_layer: backbone layers that the prompt went through, or None before it has.
         exit_layers: backbone layers run, one for each decode step.
+        drafting: the `Drafting` of a lossless run, with its counts, or None.
         ttft_s: seconds from the start to the first token, or None.
         decode_s: seconds from the first token to the latest.
     """
@@ -176,6 +220,10 @@ class Generation:
         self.texts = [""] * rows
         self.stop_reasons = [None] * rows
         self.prefill_exit_layer, self.exit_layers = None, []
+        self.drafting = None
+        if settings.lossless:
+            self.draft_head, choices = llm.draft_head_and_choices
+            self.drafting = Drafting(choices if settings.draft is None else (settings.draft,))
         self.ttft_s, self.decode_s = None, 0.0
         self._steps = self._run()
 
@@ -187,7 +235,7 @@ class Generation:
         stops = self.llm.config.eos_token_ids
         streams = [self.llm.tokenizer.stream() for _ in self.tokens]
         started = time.perf_counter()
-        for step in generate(self.decoder, self.prompt_ids, self.limit, stops, self.sampler):
+        for step in self._decode(stops):
             if self.ttft_s is None:
                 self.ttft_s = time.perf_counter() - started
                 self.prefill_exit_layer = step.exit_layer
@@ -196,6 +244,12 @@ class Generation:
                 self.exit_layers.append(step.exit_layer)
             step.texts = [self._extend(row, token, stops, streams[row]) for row, token in enumerate(step.tokens)]
             yield step
+
+    def _decode(self, stops):
+        if not self.drafting:
+            return generate(self.decoder, self.prompt_ids, self.limit, stops, self.sampler)
+        (prompt,) = self.prompt_ids
+        return draft_and_verify(self.decoder, self.draft_head, prompt, self.limit, stops, self.sampler, self.drafting)
 
     def _extend(self, row, token, stops, stream):
         """Take one row's new token; returns what its text grew by."""
@@ -237,9 +291,15 @@ class Generation:
 
     @property
     def nbytes_per_step(self):
-        """Mean bytes of weights that a decode step read; None without decode steps."""
+        """Mean bytes of weights that were read for a decoded token; None without decode steps."""
         if not self.exit_layers:
             return None
+        if self.drafting:
+            verifying = self.llm.step_nbytes(self.llm.config.n_layers, self.decoder.kv)
+            drafting = self.llm.step_nbytes(self.decoder.exit_rule.exit_layer, self.decoder.kv)
+            drafting += self.draft_head.nbytes - self.llm.model.lm_head.nbytes
+            counts = self.drafting.verifications, self.drafting.drafted
+            return (counts[0] * verifying + counts[1] * drafting) / len(self.exit_layers)
         depths = Counter(self.exit_layers)
         return sum(self.llm.step_nbytes(d, self.decoder.kv) * n for d, n in depths.items()) / len(self.exit_layers)
 

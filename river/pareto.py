@@ -59,8 +59,8 @@ def summary(score):
     tokens = sum(text.tokens for text in score)
     return {
         "exit_layer": mean_depth(score),
-        "agreement": 100 * sum(text.hits for text in score) / tokens,
-        "kl": sum(text.kl for text in score) / tokens,
+        "agreement": 100 * sum(sum(text.hits) for text in score) / tokens,
+        "kl": sum(sum(text.kls) for text in score) / tokens,
     }
 
 
@@ -87,7 +87,7 @@ def compare_with_fixed(score, fixed):
     low, high = _ends(result["exit_layer"])
     share = result["exit_layer"] - low
     tokens = [text.tokens for text in score]
-    for name, of in (("agreement", lambda text: 100 * text.hits), ("kl", lambda text: text.kl)):
+    for name, of in (("agreement", lambda text: 100 * sum(text.hits)), ("kl", lambda text: sum(text.kls))):
         between = [(1 - share) * of(a) + share * of(b) for a, b in zip(fixed[low], fixed[high])]
         result[f"fixed_{name}"] = sum(between) / sum(tokens)
         result[f"{name}_difference"] = bootstrap([of(text) - x for text, x in zip(score, between)], tokens)

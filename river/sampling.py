@@ -42,18 +42,27 @@ class Sampler:
         Raises:
             RiverError: the logits are not numbers, of which any choice would be a wrong answer.
         """
-        highest, tokens = logits.max(dim=-1)
-        if not highest.isfinite().all():
-            raise RiverError(
-                "the model's logits are not finite numbers: its weights are damaged, or too large "
-                "for this dtype (try --dtype float32)"
-            )
-        if self.temperature == 0:
-            return tokens
-        return torch.multinomial(self.probabilities(logits), 1, generator=self.generator)[:, 0]
+        if not self.greedy:
+            return self.draw(self.probabilities(logits))
+        _check_finite(logits)
+        return logits.max(dim=-1).indices
+
+    @property
+    def greedy(self):
+        """Whether there is nothing random about the choice."""
+        return self.temperature == 0
+
+    def draw(self, weights):
+        """One token of each row: int64 [B], with the chances that the weights [B, vocab] have to each other."""
+        return torch.multinomial(weights, 1, generator=self.generator)[:, 0]
+
+    def uniform(self):
+        """A random number in [0, 1)."""
+        return torch.rand((), generator=self.generator, device=self.generator.device).item()
 
     def probabilities(self, logits):
-        """The distribution that is sampled from, float32 [B, vocab] (temperature above 0)."""
+        """The distribution that is sampled from, float32 [B, vocab] (temperature above 0); as for `__call__`."""
+        _check_finite(logits)
         # The top logit goes to 0 first, so that a tiny temperature gives -inf below it and no NaN.
         logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
         if self.top_k:
@@ -68,3 +77,11 @@ class Sampler:
             probabilities = probabilities.masked_fill(dropped.scatter(-1, order, dropped), 0.0)
             probabilities = probabilities / probabilities.sum(-1, keepdim=True)
         return probabilities
+
+
+def _check_finite(logits):
+    if not logits.amax(-1).isfinite().all():
+        raise RiverError(
+            "the model's logits are not finite numbers: its weights are damaged, or too large "
+            "for this dtype (try --dtype float32)"
+        )

@@ -244,7 +244,7 @@ class Agreement:
     def run(self, llm, settings, problem):
         texts = reference_texts(llm, [problem], self.max_new_tokens)
         for name, result in next(agreement(llm, settings, texts)).items():
-            sums = {"agreement": result.hits, "kl": result.kl}
+            sums = {"agreement": sum(result.hits), "kl": sum(result.kls)}
             yield name, _forced_record(sums, result.tokens, result.exit_layers, result.decode_s)
 
 

@@ -188,6 +188,8 @@ class SentencePieceTokenizer(Tokenizer):
         self.model = sentencepiece.SentencePieceProcessor()
         try:
             self.model.load_from_serialized_proto(content)
+            for index in range(self.model.get_piece_size()):
+                self.model.id_to_piece(index)  # may be no text
         except Exception as error:  # the library raises RuntimeError or its own types
             raise RiverError(f"{path} is not a sentencepiece model; download it again") from error
         size = self.model.get_piece_size()

@@ -147,7 +147,7 @@ def test_agreement_is_whole_with_the_backbone_and_counts_by_hand_elsewhere(llm, 
     settings = {"never": Settings(tau=1, prefill="backbone"), "river": Settings(exit_layer=1, prefill="backbone")}
     for (prompt, tokens), row in zip(texts, agreement(llm, settings, texts)):
         never, river = row["never"], row["river"]
-        assert (never.hits, never.tokens, never.kl) == (len(tokens), len(tokens), 0)
+        assert (sum(never.hits), never.tokens, sum(never.kls)) == (len(tokens), len(tokens), 0)
         assert never.exit_layers == [4] * (len(tokens) - 1) and river.exit_layers == [1] * (len(tokens) - 1)
         logits = {}
         for name, setting in settings.items():
@@ -155,13 +155,13 @@ def test_agreement_is_whole_with_the_backbone_and_counts_by_hand_elsewhere(llm, 
             first, _ = decoder.prefill([prompt])
             rest = [decoder.decode_one_token(torch.tensor([token]))[0] for token in tokens[:-1]]
             logits[name] = torch.cat([first, *rest]).double()
-        assert river.hits == (logits["river"].argmax(-1) == torch.tensor(tokens)).sum()
+        assert sum(river.hits) == (logits["river"].argmax(-1) == torch.tensor(tokens)).sum()
         p, q = logits["never"].softmax(-1), logits["river"].softmax(-1)
-        assert river.kl == pytest.approx((p * (p / q).log()).sum().item(), rel=1e-3, abs=1e-5)
+        assert sum(river.kls) == pytest.approx((p * (p / q).log()).sum().item(), rel=1e-3, abs=1e-5)
 
 
 def score(*texts):
-    return [TextAgreement(hits, 10, kl, depths, 1.0) for hits, kl, depths in texts]
+    return [TextAgreement([True] * hits, 10, [kl], depths, 1.0) for hits, kl, depths in texts]
 
 
 def test_tau_against_fixed_depths_by_hand():

@@ -48,6 +48,25 @@ def test_rounds_are_interleaved(folder, monkeypatch):
     assert order == order[:3] * 3 and len(set(order)) == 3
 
 
+def test_the_first_round_is_not_counted(folder, capsys, monkeypatch):
+    """It warms up: pages are read, kernels chosen, and on a GPU layers compiled, which takes seconds."""
+    calls = []
+
+    def measure(llm, setting, prompt, tokens):
+        calls.append(setting)
+        seconds = 1000.0 if len(calls) <= 3 else 0.5
+        return {"ttft_s": seconds, "step_s": seconds, "depth": 4, "nbytes": 1}
+
+    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(bench, "measure_peak", lambda args, name: None)
+    monkeypatch.setattr(bench, "memory_bandwidth", lambda device: 10.0)
+    bench.main([str(folder), "--rounds", "1", "--tau", "0.5"])
+    table = json.loads(capsys.readouterr().out.splitlines()[-1])["settings"]
+    assert len(calls) == 6
+    for row in table.values():
+        assert row["slowest"] == row["tokens_per_s"] == 2.0 and row["ttft_ms"] == 500
+
+
 def test_random_weights_of_a_shape_read_the_bytes_of_that_shape(monkeypatch):
     tiny = {
         **bench.SHAPES["llama-3.2-1b"],

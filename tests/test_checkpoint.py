@@ -147,7 +147,9 @@ def test_an_index_that_promises_too_much_is_named(tiny_folder):
     fails(tiny_folder, "ghost.weight", "model-00001-of-00003.safetensors")
 
 
-@pytest.mark.parametrize("file", ("../model.safetensors", "/etc/passwd", "a/b.safetensors", "..\\x.safetensors", 7))
+@pytest.mark.parametrize(
+    "file", ("../model.safetensors", "/etc/passwd", "a/b.safetensors", "..\\x.safetensors", "..", ".", "", 7)
+)
 def test_an_index_cannot_point_outside_its_folder(tiny_folder, file):
     weight_map = shard(tiny_folder)
     write_index(tiny_folder, {**weight_map, "model.norm.weight": file})

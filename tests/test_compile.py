@@ -69,12 +69,38 @@ def test_what_is_compiled_is_what_is_run(compiled):
     assert all(isinstance(layer, CompiledLayer) for layer in model.layers + river)
     assert isinstance(model.lm_head, compiling.CompiledHead)
     calls = []
-    layer = CompiledLayer(model.layers[0].layer, lambda *args: calls.append(args) or args[0])
+    layer = CompiledLayer(model.layers[0].plain)
+    layer.programs[1] = lambda *args: calls.append(args) or args[0]
     decoder = Decoder(dataclasses.replace(model, layers=[layer] * 4), river, Never(), max_len=64)
     decoder.prefill([IDS[:4]])
     assert not calls, "a prompt goes to the layer as it is written"
     decoder.decode_one_token(torch.tensor([5]))
     assert len(calls) == 4
+
+
+def test_a_block_of_tokens_is_compiled_and_agrees_with_eager(tiny, compiled, cache_folder, tmp_path, monkeypatch):
+    """Verification of drafts: several tokens at once, each of which sees those before it and no later one."""
+    shutil.copytree(cache_folder, tmp_path / "river-llm")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    eager = tiny[0]
+    fused, _ = compile_model(*tiny)
+    assert compiling.compile_blocks(fused, 4) and not compiling.compile_blocks(eager, 4)
+    calls = []
+    for layer in fused.layers:
+        program = layer.programs[4]
+        layer.programs[4] = lambda *args, program=program: calls.append(1) or program(*args)
+    logits, caches = [], []
+    for model in (eager, fused):
+        decoder = Decoder(model, tiny[1], Never(), max_len=64)
+        decoder.prefill([IDS[:9]])
+        for start in (9, 13, 17):
+            h, _ = decoder.forward(torch.tensor([IDS[start : start + 4]]), Never())
+            logits.append(model.logits(h))
+        caches.append(decoder.cache.data[..., : decoder.length, :].float())
+    assert len(calls) == 3 * len(fused.layers)
+    want, got = torch.cat(logits[:3]), torch.cat(logits[3:])
+    assert (want - got).abs().max() < 0.05 * want.abs().max()
+    torch.testing.assert_close(*caches, atol=0.05, rtol=0.05)
 
 
 @pytest.mark.parametrize("depth", (0, 2, 4))
@@ -227,6 +253,19 @@ def test_the_default_model_compiled_chooses_the_same_words(default_model_folder,
     print(f"depth {depth}: {int(changed.sum())} of {len(changed)} changed, largest noise {noise.max():.2f}")
     assert (best - second)[changed].le(2 * noise[changed]).all()
     assert changed.float().mean() < 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantizer, bits", (("awq", 4), ("hqq", 8), ("awq", 8)))
+def test_scaled_inputs_and_eight_bits_compile(quantizer, bits, cache_folder, tmp_path):
+    folder = write_tiny_checkpoint(tmp_path / "tiny", intermediate_size=192)
+    model = load_model(folder)
+    river = load_river(model, folder, quantizer, bits=bits)
+    lines = []
+    compiled = compile_model(model, river, lambda line, done: lines.append(line))
+    assert not [line for line in lines if "without" in line], lines
+    eager, fused = teacher_forced(model, river, 0), teacher_forced(*compiled, 0)
+    assert (eager - fused).abs().max() < 0.05 * eager.abs().max()
 
 
 @pytest.mark.slow

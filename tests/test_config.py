@@ -1,10 +1,12 @@
 """config.json: every quirk normalised, everything unknown refused by name."""
 
 import pytest
+import torch
 from conftest import TINY
 
 from river.config import load_config, parse_config
 from river.errors import RiverError
+from river.rope import Rope
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -46,6 +48,36 @@ def test_rope_under_the_old_key_and_the_newer_one():
     assert old.rope.rope_type == new.rope.rope_type == "llama3"
     both = config(rope_scaling=scaling, rope_parameters={"rope_type": "default", "rope_theta": 3.0})
     assert both.rope.rope_type == "llama3", "the old key wins where both are set"
+
+
+@pytest.mark.parametrize(
+    "scaling, number, slower",
+    (
+        ({"rope_type": "linear", "factor": 4.0}, "factor", True),
+        ({**LLAMA3, "original_max_position_embeddings": 64}, "factor", True),
+        ({**LLAMA3, "original_max_position_embeddings": 64}, "low_freq_factor", None),
+        ({**LLAMA3, "original_max_position_embeddings": 64}, "high_freq_factor", None),
+        ({**LLAMA3, "original_max_position_embeddings": 64}, "original_max_position_embeddings", None),
+        ({**YARN, "original_max_position_embeddings": 64}, "factor", True),
+        ({**YARN, "original_max_position_embeddings": 64}, "original_max_position_embeddings", None),
+        ({**YARN, "beta_fast": 32, "beta_slow": 2}, "beta_fast", None),
+        ({**YARN, "beta_fast": 32, "beta_slow": 2}, "beta_slow", None),
+        ({"rope_type": "dynamic", "factor": 2.0}, "factor", True),
+    ),
+)
+def test_every_number_of_a_rope_scaling_is_used(scaling, number, slower):
+    """Scalings have been parsed and then ignored, or their factor been 8 whatever the file said."""
+
+    def frequencies(scaling):
+        rope = Rope(config(rope_scaling=scaling, head_dim=64).rope)
+        rope.tables(torch.tensor([0]), 1024, torch.float32)
+        return rope.inv_freq
+
+    plain, one = frequencies(None), frequencies(scaling)
+    other = frequencies({**scaling, number: scaling[number] * 2})
+    assert not torch.equal(one, plain) and not torch.equal(one, other)
+    if slower:
+        assert (one <= plain).all() and (other <= one).all()
 
 
 @pytest.mark.parametrize(
@@ -91,8 +123,6 @@ def test_rope_under_the_old_key_and_the_newer_one():
 def test_what_is_unknown_or_malformed_is_named(changes, named):
     with pytest.raises(RiverError) as error:
         c = config(**changes)
-        from river.rope import Rope
-
         Rope(c.rope)
     for word in named:
         assert word in str(error.value)

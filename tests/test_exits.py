@@ -56,7 +56,7 @@ def test_an_exit_layer_is_its_backbone_layer_quantised(built):
         for name in LINEARS:
             weight = torch.cat(getattr(layer, name).weights)
             x = torch.randn(1, 1, weight.shape[1]).bfloat16()
-            want = x.double() @ quantize(weight).dequantize().double().t()
+            want = x.double() @ quantize(weight, dtype=torch.bfloat16).dequantize().double().t()
             got = getattr(exit_layer, name)(x).double()
             assert (got - want).norm() / want.norm() < 2**-7
 
@@ -74,13 +74,25 @@ def test_the_file_is_a_third_of_the_layers_at_most(built):
     assert (folder / river_files(folder)[0]).stat().st_size < 0.3 * layers + 20_000  # and a header
 
 
-@pytest.mark.parametrize("settings", ({"quantizer": "rtn"}, {"group_size": 32}))
+@pytest.mark.parametrize("settings", ({"quantizer": "rtn"}, {"group_size": 32}, {"bits": 3}, {"bits": 8}))
 def test_another_setting_gets_a_river_of_its_own(built, settings):
     folder, _, river = built
     other, was_built = load_again(folder, **settings)
     assert was_built and len(river_files(folder)) == 2
     assert not all(torch.equal(x, y) for x, y in zip(tensors_of(other), tensors_of(river)))
     assert not load_again(folder)[1], "and the first is still there"
+
+
+def test_files_of_different_bits_do_not_mix(built):
+    """3-bit codes are stored as 4-bit ones: by their tensors alone the two files look alike."""
+    folder, _, river = built
+    load_again(folder, bits=3)
+    four, three = sorted(river_files(folder), key=lambda name: "-b3-" in name)
+    assert four == "river-hqq-g64-cpu-bfloat16.safetensors" and "-b3-" in three
+    shutil.copy(folder / three, folder / four)
+    again, was_built = load_again(folder)
+    assert was_built
+    assert_same(again, river)
 
 
 def test_another_checkpoint_of_the_same_shape_gets_a_river_of_its_own(built, tmp_path):

@@ -153,6 +153,7 @@ def test_chat_keeps_its_cache_and_passes_over_empty_lines(folder, capsys, monkey
         (("--max-new-tokens", "-1"), ("max-new-tokens", "-1")),
         (("--prefill", "sideways"), ("prefill", "sideways", "backbone")),
         (("--quantizer", "gptq"), ("quantizer", "gptq", "hqq")),
+        (("--bits", 5), ("5 bits", "3, 4, 8")),
         (("--group-size", "0"), ("group size 0",)),
         (("--seed", str(2**64)), ("seed", str(2**64))),
         (("--device", "meta"), ("device", "meta")),

