@@ -1,9 +1,10 @@
 """Any bytes give a checkpoint or one clear error: no other exception, no hang, no memory beyond a bound.
 
 Each input is a valid file with a few seeded changes: bytes flipped, cut, repeated or inserted, and, in JSON, values
-replaced by others of any kind. There are 24,800 inputs, and with --slow eight times as many.
+replaced by others of any kind. There are 24,800 inputs.
 """
 
+import copy
 import json
 import random
 import resource
@@ -60,14 +61,14 @@ def broken_json(content, rng):
             key = rng.choice(list(place)) if isinstance(place, dict) else rng.randrange(len(place))
             place = place[key]
         if parent is None:
-            return rng.choice(ODD_VALUES)
+            return copy.deepcopy(rng.choice(ODD_VALUES))
         kind = rng.randrange(4)
         if kind == 0:
             del parent[key]
         elif kind == 1 and isinstance(parent, dict):
             parent[key + "_"] = parent.pop(key)
         else:
-            parent[key] = rng.choice(ODD_VALUES)
+            parent[key] = copy.deepcopy(rng.choice(ODD_VALUES))
     return content
 
 
@@ -107,12 +108,7 @@ def fuzz(path, read, count, seed=0):
     assert refused > count // 20, "hardly any input was broken: this tests nothing"
 
 
-@pytest.fixture(params=(10, pytest.param(80, marks=pytest.mark.slow)), ids=("short", "long"))
-def times(request):
-    return request.param
-
-
-def test_safetensors(tmp_path, times):
+def test_safetensors(tmp_path):
     folder = write_tiny_checkpoint(tmp_path / "tiny", vocab_size=64, num_hidden_layers=1)
     path = folder / "model.safetensors"
 
@@ -121,27 +117,27 @@ def test_safetensors(tmp_path, times):
         for name in list(file.names()):
             assert file.tensor(name).shape is not None
 
-    fuzz(path, read, 600 * times)
-    fuzz(path, lambda: load_model(folder), 100 * times, seed=1)
+    fuzz(path, read, 6000)
+    fuzz(path, lambda: load_model(folder), 1000, seed=1)
 
 
-def test_index(tmp_path, times):
+def test_index(tmp_path):
     folder = write_tiny_checkpoint(tmp_path / "tiny", vocab_size=64, num_hidden_layers=1)
     (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     names = list(SafetensorsFile(folder / "model-00001-of-00001.safetensors").names())
     index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    fuzz(folder / "model.safetensors.index.json", lambda: load_model(folder), 200 * times)
+    fuzz(folder / "model.safetensors.index.json", lambda: load_model(folder), 2000)
 
 
 @pytest.mark.parametrize(
     "family", sorted(path.name for path in (FIXTURES / "families").iterdir() if path.is_dir())[::3]
 )
-def test_config(family, family_folder, tmp_path, times):
+def test_config(family, family_folder, tmp_path):
     config = json.loads((family_folder(family) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
     parse_config(config)
-    fuzz(tmp_path / "config.json", lambda: load_config(tmp_path), 100 * times)
+    fuzz(tmp_path / "config.json", lambda: load_config(tmp_path), 1000)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +153,7 @@ def test_config(family, family_folder, tmp_path, times):
         ("phi4_like", "tokenizer_config.json"),
     ],
 )
-def test_tokenizer_files(name, file, tmp_path, times):
+def test_tokenizer_files(name, file, tmp_path):
     for source in (FIXTURES / "tokenizers" / name).iterdir():
         if source.name in (file, "tokenizer_config.json") or (
             file == "tokenizer_config.json" and "token" in source.name
@@ -168,10 +164,10 @@ def test_tokenizer_files(name, file, tmp_path, times):
         tokenizer = load_tokenizer(tmp_path)
         tokenizer.decode(tokenizer.encode("Any text, even 123 and ünïcode <|im_end|>"))
 
-    fuzz(tmp_path / file, read, 60 * times)
+    fuzz(tmp_path / file, read, 600)
 
 
-def test_gguf(tmp_path, times):
+def test_gguf(tmp_path):
     path = tmp_path / "m.gguf"
     write_model(path)
 
@@ -180,4 +176,4 @@ def test_gguf(tmp_path, times):
         config, _ = gguf.describe(path, metadata, tied=True)
         gguf.tokenizer(path, metadata, config)
 
-    fuzz(path, read, 400 * times)
+    fuzz(path, read, 4000)
