@@ -110,6 +110,7 @@ def kill_at_every_moment(work, folder):
 
     end_of(in_a_process(work))
     expected = files_in(folder)
+    expected_weights = {name: content for name, content in expected.items() if name.startswith("model")}
     kills = 0
 
     def kill_and_go_on(prepare):
@@ -118,6 +119,8 @@ def kill_at_every_moment(work, folder):
         was_killed = end_of(in_a_process(work, prepare))
         if was_killed:
             kills += 1
+            if download.is_complete(folder) and not files_in(folder).items() >= expected_weights.items():
+                sys.exit(f"after kill {kills} the folder passes for a checkpoint, and is none")
             end_of(in_a_process(work))
         if files_in(folder) != expected:
             sys.exit(f"after kill {kills} there is {sorted(files_in(folder))} and not {sorted(expected)}")
@@ -152,9 +155,14 @@ def together(work):
         end_of(process)
 
 
+def fail_unless_saved(line, done):
+    if done and "saved" not in line:
+        raise AssertionError(line)
+
+
 if __name__ == "__main__":
     kind, folder = sys.argv[1], Path(sys.argv[2])
     if kind == "together":
-        together(lambda: WORK["river"](folder))
+        together(lambda: load_river(load_model(folder), folder, log=fail_unless_saved))
     else:
         kill_at_every_moment(lambda: WORK[kind](folder), folder)
