@@ -67,13 +67,9 @@ def quantized_path(what, model, folder, quantizer, group_size, bits):
 def _load_quantized(what, linears, model, folder, quantizer, group_size, bits, log):
     """The quantised twins of `linears`, a dict of name to `Linear`: from their file, or built and saved."""
     check_settings(quantizer, group_size, bits)
-    path, device, dtype = (
-        quantized_path(what, model, folder, quantizer, group_size, bits),
-        model.device.type,
-        model.dtype,
-    )
+    path = quantized_path(what, model, folder, quantizer, group_size, bits)
     calibration = awq.calibration_ids(folder, model.config) if quantizer == "awq" else None
-    identity = _identity(folder, quantizer, group_size, bits, calibration, device, dtype)
+    identity = _identity(folder, quantizer, group_size, bits, calibration, model.device.type, model.dtype)
     tensors = _stored_tensors(path, identity)
     if tensors:
         return {name: _twin(name, linear, tensors, group_size, bits) for name, linear in linears.items()}

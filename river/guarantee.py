@@ -1,4 +1,4 @@
-"""A threshold with a guarantee: which taus keep a target, by a test that assumes nothing about the losses.
+"""A threshold with a guarantee: which taus keep a target, by a test that assumes independent texts and no more.
 
 Learn then Test (Angelopoulos et al., arXiv 2110.01052): each tau has the null hypothesis that its expected loss is
 above the target's, and the taus are tested from the strictest on, down to the first that fails; then all before it

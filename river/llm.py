@@ -7,7 +7,6 @@ for step in run:
 print(run.mean_exit_layer)
 """
 
-import dataclasses
 import functools
 import time
 from collections import Counter
@@ -82,7 +81,6 @@ def load(
         log(f"no {what} for {', '.join(slow)}: the river will be slow", True)
     if quantize_head:
         model.lm_head = load_quantized_head(model, folder, quantizer, group_size, bits, log)
-    plain = dataclasses.replace(model)
     if compile:
         model, river = compile_model(model, river, log)
     if offload is not None:
@@ -95,7 +93,7 @@ def load(
             choices = Drafting.choices
         if quantize_head or layout_for(model.lm_head.shape, group_size, model.dtype, device) == "plain":
             return model.lm_head, choices
-        return load_quantized_head(plain, folder, "best", group_size, log=log), choices
+        return load_quantized_head(model, folder, "best", group_size, log=log), choices
 
     return RiverLLM(
         model, river, tokenizer, prepare_drafts, quantized_path("river", model, folder, quantizer, group_size, bits)

@@ -1,7 +1,7 @@
 """Lossless decoding: the river drafts, the backbone verifies, and the output is the backbone's own.
 
 Leaving early is near the backbone's text, not equal to it. Here the river's tokens are drafts: the backbone
-runs them as one block, which costs little more than one token, writes exact K and V over theirs, and keeps those
+runs them as one block, which costs less than as many single tokens, writes exact K and V over theirs, and keeps those
 that it would have given itself (speculative decoding: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv
 2302.01318). The cache is shared, so that there is no second one to fill, and no error outlives its block.
 """
@@ -112,11 +112,11 @@ def draft(decoder, head, token, most, stop_ids, sampler):
     for _ in range(most):
         h, exit_layer = decoder.forward(torch.tensor([[token]], device=decoder.model.device), decoder.exit_rule)
         logits = head(decoder.model.norm(h)).float()[:, 0]
-        if not logits.isfinite().all():
+        if not logits.amax().isfinite():
             return  # the river's numbers have overflowed; the backbone's need not have
-        probabilities = None if sampler.greedy else sampler.probabilities(logits)
-        token = int(sampler(logits) if sampler.greedy else sampler.draw(probabilities))
-        yield Draft(token, None if sampler.greedy else probabilities[0], exit_layer)
+        probabilities = None if sampler.greedy else sampler.probabilities(logits)[0]
+        token = int(logits.argmax() if sampler.greedy else sampler.draw(probabilities[None]))
+        yield Draft(token, probabilities, exit_layer)
         if token in stop_ids:
             return
 
