@@ -33,6 +33,7 @@ TEKKEN_SPECIALS = (
     "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS]"
     " [TOOL_CALLS] [IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX]"
 ).split()
+MOST_SPECIALS = 1 << 20  # of a tekken file; the released ones have 1000
 
 REQUIRED = object()
 
@@ -239,6 +240,8 @@ def read_tekken(path):
     content = read_json(path)
     config = field(content, "config", dict, path)
     n_special = field(config, "default_num_special_tokens", int, path)
+    if not 0 <= n_special <= MOST_SPECIALS:  # each gets a name, so a wrong number would take all memory
+        raise RiverError(f"{path}: default_num_special_tokens is {n_special}; download the file again")
     # The file holds more entries than the vocabulary has room for.
     n_ranks = max(0, field(config, "default_vocab_size", int, path) - n_special)
     entries = field(content, "vocab", list, path)[:n_ranks]
