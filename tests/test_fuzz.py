@@ -6,7 +6,6 @@ memory has. All are read under a limit to the address space, so that what takes 
 """
 
 import contextlib
-
 import copy
 import itertools
 import json
