@@ -23,14 +23,14 @@ import river  # noqa: F401  isort: skip  (before torch, for its warning filter)
 
 import torch  # all imports before the first fork, and no computing: its threads would not be there after it
 
-from river import compile as compiling
+from river import programs
 from river.checkpoint import load_model
 from river.exits import load_river
 from weights import download, gguf
 
 
 def build_program(folder):
-    """compile.py with a compiler that is there at once."""
+    """programs.py with a compiler that is there at once."""
 
     def built(exported, package_path, inductor_configs):
         with zipfile.ZipFile(package_path, "w") as package:
@@ -40,8 +40,8 @@ def build_program(folder):
     os.environ["XDG_CACHE_HOME"] = str(folder)
     torch.export = SimpleNamespace(export=lambda *args, **kwargs: None)
     torch._inductor = SimpleNamespace(aoti_compile_and_package=built)
-    compiling._load = lambda path: path
-    compiling._package(None, (torch.zeros(1, 1, 8), []), None, "a signature", lambda line, done: None)
+    programs._load = lambda path: path
+    programs._package(None, (torch.zeros(1, 1, 8), []), None, "a signature", lambda line, done: None)
 
 
 WORK = {

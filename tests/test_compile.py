@@ -9,7 +9,7 @@ import torch
 from conftest import write_tiny_checkpoint
 
 from river import compile as compiling
-from river import load
+from river import load, programs
 from river.checkpoint import load_model
 from river.compile import CompiledLayer, compile_model
 from river.controller import FixedDepth, Never
@@ -175,7 +175,7 @@ def test_a_changed_source_or_shape_has_another_package(tiny, monkeypatch):
     hidden, table = torch.zeros(1, 1, 64), torch.zeros(1, 1, 1, 16)
 
     def key(layer=model.layers[0], table=table, scale=None):
-        return compiling._key(compiling._signature(layer), (hidden, table, scale, []))
+        return programs._key(compiling._signature(layer), (hidden, table, scale, []))
 
     first = key()
     assert first == key(model.layers[1])
@@ -186,7 +186,7 @@ def test_a_changed_source_or_shape_has_another_package(tiny, monkeypatch):
     assert first != key()
     monkeypatch.undo()
     read_text = Path.read_text
-    for source in ("model.py", "linear.py", "quantize.py", "rope.py", "compile.py"):
+    for source in ("model.py", "linear.py", "quantize.py", "rope.py", "compile.py", "programs.py"):
         monkeypatch.setattr(Path, "read_text", lambda self: read_text(self) + "# changed" * (self.name == source))
         assert first != key(), source
 
@@ -229,9 +229,9 @@ def test_nothing_is_left_in_the_temporary_folder(tiny, compiled, tmp_path, monke
 def test_on_other_devices_torch_compile_has_the_same_interface(tiny, monkeypatch):
     """Here on the CPU and uncompiled, which tests the calls and not the speed."""
     model, river = tiny
-    monkeypatch.setattr(compiling, "_package", lambda *args: pytest.fail("that is the CPU's way"))
+    monkeypatch.setattr(programs, "_package", lambda *args: pytest.fail("that is the CPU's way"))
     monkeypatch.setattr(torch, "compile", lambda module, dynamic: module)
-    monkeypatch.setattr(compiling, "_is_cpu", lambda tensor: False)
+    monkeypatch.setattr(programs, "_is_cpu", lambda tensor: False)
     other = compile_model(model, river)
     assert isinstance(other[0].layers[0], CompiledLayer)
     torch.testing.assert_close(teacher_forced(*other, 2), teacher_forced(*tiny, 2), atol=0.05, rtol=0.05)
