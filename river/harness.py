@@ -25,7 +25,8 @@ import torch
 from .decode import teacher_force
 from .errors import RiverError
 from .files import read_json
-from .llm import Generation, load
+from .generation import Generation
+from .llm import load
 from .settings import PARTS, Settings, parse_setting
 
 try:
