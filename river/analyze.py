@@ -12,7 +12,6 @@ import sys
 import torch
 
 from .agreement import reference_texts
-from .bench import SHAPES
 from .commands import DEFAULT_MODEL, Parser, exit_status, log, warn_if_busy
 from .config import load_config, parse_config
 from .drawing import check_figure, draw
@@ -29,6 +28,7 @@ from .pareto import (
     summary,
 )
 from .probe import kv_cosines, layer_similarities, pearson, sequence_depths, similarities_and_values, token_depths
+from .shapes import SHAPES
 from .tasks import read_prompts
 
 PROMPTS = (

@@ -9,10 +9,10 @@ import statistics
 import torch
 
 from .agreement import BACKBONE, agreement
-from .bench import measure
 from .intervals import bootstrap
 from .settings import Settings, parse_setting
 from .strategies import STRATEGIES
+from .timing import measure
 
 BASELINES = {("backbone", None): BACKBONE, ("full 4-bit", None): parse_setting("full4bit")}
 
