@@ -26,7 +26,7 @@ import torch  # all imports before the first fork, and no computing: its threads
 from river import programs
 from river.checkpoint import load_model
 from river.exits import load_river
-from weights import download, gguf
+from weights import convert, download
 
 
 def build_program(folder):
@@ -46,7 +46,7 @@ def build_program(folder):
 
 WORK = {
     "download": lambda folder: download.fetch("some-org/Some.Model-1B", folder, log=lambda line: None),
-    "convert": lambda folder: gguf.convert(folder.parent / "m.gguf", folder),
+    "convert": lambda folder: convert.convert(folder.parent / "m.gguf", folder),
     "river": lambda folder: load_river(load_model(folder), folder),
     "program": build_program,
 }

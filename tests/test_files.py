@@ -17,7 +17,7 @@ from river import RiverError, exits, files, load
 from river.checkpoint import load_model
 from river.exits import load_river, quantized_path
 from river.files import SafetensorsFile, complete_or_absent, save_safetensors, unfinished
-from weights import download, gguf
+from weights import convert, download
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -117,7 +117,7 @@ def test_a_disk_that_fills_up_during_a_conversion_is_one_clear_error_and_no_chec
     write_model(tmp_path / "m.gguf")
     monkeypatch.setattr(files, "open", FullDisk(), raising=False)
     with pytest.raises(RiverError, match="cannot write.*model.safetensors: No space left"):
-        gguf.convert(tmp_path / "m.gguf", tmp_path / "model")
+        convert.convert(tmp_path / "m.gguf", tmp_path / "model")
     assert not download.is_complete(tmp_path / "model") and "model.safetensors" not in os.listdir(tmp_path / "model")
 
 

@@ -23,7 +23,7 @@ from river.checkpoint import load_model
 from river.config import load_config, parse_config
 from river.files import SafetensorsFile
 from river.tokenizer import load_tokenizer
-from weights import gguf
+from weights import convert, gguf
 
 FAR_MORE = 1 << 30  # bytes of memory that no small file may cost
 HUGE = (10**8, 2**33, 2**62)
@@ -213,7 +213,7 @@ def test_gguf(tmp_path):
 
     def read():
         metadata, _ = gguf.read(path)
-        config, _ = gguf.describe(path, metadata, tied=True)
-        gguf.tokenizer(path, metadata, config)
+        config, _ = convert.describe(path, metadata, tied=True)
+        convert.tokenizer(path, metadata, config)
 
     fuzz(path, read, 4000)

