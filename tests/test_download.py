@@ -16,7 +16,7 @@ from urllib.parse import unquote
 import pytest
 
 from river.errors import RiverError
-from weights import download, hub
+from weights import download, hub, progress
 
 REPO = "some-org/Some.Model-1B"
 SMALL = {
@@ -483,7 +483,7 @@ def test_ctrl_c_leaves_no_half_file_and_one_line(sharded, tmp_path, monkeypatch,
         if name == last:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(hub.Progress, "show", interrupt)
+    monkeypatch.setattr(progress.Progress, "show", interrupt)
     assert run_main(tmp_path, monkeypatch) == 130
     assert capsys.readouterr().err.splitlines()[-1].startswith("interrupted")
     names = {path.name for path in (tmp_path / REPO).iterdir() if not path.name.startswith(".")}

@@ -23,7 +23,8 @@ if not __package__:  # run as a script
 
 from river.errors import RiverError
 from river.files import read_json, unfinished
-from weights.hub import SILENCE, Hub, HubFile, Progress, Unreachable, download, in_bytes
+from weights.hub import SILENCE, Hub, HubFile, Unreachable, download
+from weights.progress import Progress, in_bytes
 
 CONFIG = "config.json"
 EXTRAS = (

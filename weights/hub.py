@@ -9,7 +9,6 @@ import json
 import os
 import queue
 import re
-import sys
 import threading
 import time
 from http.client import HTTPException
@@ -19,6 +18,7 @@ from urllib.parse import quote, urlsplit
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener, getproxies
 
 from river.errors import RiverError
+from weights.progress import in_bytes
 
 try:
     import fcntl
@@ -205,6 +205,8 @@ def _read(answer, count):
 def download(hub, file, folder, progress):
     """Fetch `file` into its part in `folder`, continuing what an earlier try has left, and check it.
 
+    `progress`, a `Progress`, hears of every block.
+
     Raises:
         Unreachable: the connection was cut again and again.
         RiverError: the hub refuses, or what it sends has another size or hash than it lists.
@@ -283,54 +285,3 @@ def _extent(answer):
         return int(span[1]), int(span[2])
     length = re.fullmatch(r"\d{1,18}", answer.headers.get("Content-Length", ""))
     return 0, int(length[0]) if length else None
-
-
-def in_bytes(count):
-    """Return `count` bytes in words: 269.1 MB."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count:.0f} B"
-
-
-class Progress:
-    """One line on stderr about a download of `total` bytes: redrawn on a terminal, now and then elsewhere."""
-
-    def __init__(self, total):
-        self.total, self.finished, self.fresh = total, 0, 0
-        self.line_is_open = False
-        self.terminal = sys.stderr.isatty()
-        self.clear = "\r\033[K" if self.terminal else ""
-        self.started = self.shown = time.monotonic()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        if self.line_is_open:  # what comes next, an error perhaps, gets a line of its own
-            print(file=sys.stderr)
-            self.line_is_open = False
-
-    def show(self, name, position, fresh):
-        """Say that `position` bytes of the file `name` are here, `fresh` of them new."""
-        self.fresh += fresh
-        now = time.monotonic()
-        if now - self.shown < (0.2 if self.terminal else 20):
-            return
-        self.shown = now
-        done, rate = self.finished + position, self.fresh / (now - self.started)
-        left = int((self.total - done) / rate) if rate else 0
-        line = (
-            f"{name}  {in_bytes(done)} of {in_bytes(self.total)}  {100 * done // max(self.total, 1)}%"
-            f"  {in_bytes(rate)}/s  {left // 60}:{left % 60:02} left"
-        )
-        print(f"{self.clear}{line}", end="" if self.terminal else "\n", file=sys.stderr, flush=True)
-        self.line_is_open = self.terminal
-
-    def finish(self, file):
-        """Say that `file` is whole."""
-        self.line_is_open = False
-        self.finished += file.size
-        seconds = max(time.monotonic() - self.started, 1e-3)
-        line = f"{file.name}  {in_bytes(file.size)}  ({in_bytes(self.finished)} of {in_bytes(self.total)}"
-        print(f"{self.clear}{line}, {in_bytes(self.fresh / seconds)}/s)", file=sys.stderr, flush=True)
