@@ -75,16 +75,19 @@ def load_model(folder, dtype=torch.bfloat16, device="cpu"):
             )
         )
     final_norm = norm("model.norm")
-    tied = config.tie_word_embeddings
-    if tied is None:
-        tied = "lm_head.weight" not in tensors.files
-    if tied:
-        tensors.skip("lm_head.weight")  # some tied checkpoints ship a redundant one
-        lm_head = Linear([embed_tokens])
-    else:
-        lm_head = Linear([tensors.take("lm_head.weight", (config.vocab_size, D))])
+    lm_head = Linear([_head_weight(tensors, config.tie_word_embeddings, embed_tokens)])
     tensors.finish()
     return Llama(config, embed_tokens, layers, final_norm, lm_head)
+
+
+def _head_weight(tensors, tied, embed_tokens):
+    """The LM head's weight [vocabulary, hidden size]: the embedding if `tied` (None: if there is no other)."""
+    if tied is None:
+        tied = "lm_head.weight" not in tensors.files
+    if not tied:
+        return tensors.take("lm_head.weight", embed_tokens.shape)
+    tensors.skip("lm_head.weight")  # some tied checkpoints ship a redundant one
+    return embed_tokens
 
 
 class CheckpointTensors:

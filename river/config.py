@@ -49,8 +49,6 @@ FAMILIES = {
     },
 }
 MULTIMODAL = "mistral3"  # its text model sits in text_config
-
-
 LARGEST = 1e300  # a number in JSON may have any length
 
 
@@ -169,13 +167,7 @@ def load_config(folder):
 
 def parse_config(values, path="config.json", eos_token_ids=frozenset()):
     """Turn the dict of a config.json into a `ModelConfig`; `path` is for error messages."""
-    quantization = values.get("quantization_config") or {}
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    if method not in (None, "fp8"):
-        raise RiverError(
-            f"{path}: the checkpoint is quantised already ({method}): take one in bfloat16 or FP8, "
-            "its river is made here"
-        )
+    _refuse_quantised(values, path)
     nested = values.get("model_type") == MULTIMODAL
     if nested:
         values = values.get("text_config")
@@ -228,6 +220,16 @@ def parse_config(values, path="config.json", eos_token_ids=frozenset()):
         windows=_windows(read, family, n_layers),
         eos_token_ids=frozenset(eos_token_ids),
     )
+
+
+def _refuse_quantised(values, path):
+    quantization = values.get("quantization_config") or {}
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if method not in (None, "fp8"):
+        raise RiverError(
+            f"{path}: the checkpoint is quantised already ({method}): take one in bfloat16 or FP8, "
+            "its river is made here"
+        )
 
 
 def _windows(read, family, n_layers):
