@@ -7,11 +7,9 @@ terminal, it is a chat.
 import argparse
 import dataclasses
 import json
-import math
 import os
 import re
 import sys
-from collections import Counter
 from pathlib import Path
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -86,7 +84,7 @@ def parse_arguments(argv=None):
 
 
 def tau(text):
-    """A number, or "auto", which river.calibrate has found."""
+    """A number, or "auto", which river.calibrate has found: settings.tau_value, without importing PyTorch."""
     return text if text == "auto" else float(text)
 
 
@@ -118,6 +116,7 @@ def run(args):
     # Imported late, so that --help and a wrong option answer at once.
     try:
         import river
+        from river import terminal
         from river.trace import trace
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed: pip install -r requirements.txt") from error
@@ -147,7 +146,7 @@ def run(args):
         if args.trace:
             trace(llm, (prompts or ["Hello"])[0], settings, print, args.raw, args.system)
         elif prompts is None:
-            chat(llm, args, settings)
+            terminal.chat(llm.chat(args.system, **settings), args.show_exits)
         else:
             run_prompts(llm, prompts, args, settings)
         sys.stdout.flush()
@@ -200,6 +199,8 @@ def log(line, done):
 
 
 def run_prompts(llm, prompts, args, settings):
+    from river import terminal
+
     if not args.raw and not llm.tokenizer.chat_format:
         has = "a chat template of unknown kind" if llm.tokenizer.has_chat_template else "no chat template"
         print(f"the checkpoint has {has}: completing the text as with --raw (or see --chat-format)", file=sys.stderr)
@@ -207,104 +208,23 @@ def run_prompts(llm, prompts, args, settings):
     if args.json:
         for _ in run:
             pass
-        reports = [report(run, row, prompt, args) for row, prompt in enumerate(prompts)]
+        reports = [report(run, row, prompt, args.model) for row, prompt in enumerate(prompts)]
         print(json.dumps(reports if len(reports) > 1 else reports[0]))
         return
-    show = ExitPainter(llm.config.n_layers) if args.show_exits else None
     if len(prompts) == 1:
-        stream(run, show)
+        terminal.stream(run, args.show_exits)
     else:
-        print_batch(run, prompts, show)
-    print_statistics(run)
+        terminal.print_batch(run, prompts, args.show_exits)
+    terminal.print_statistics(run)
 
 
-def stream(run, show):
-    """Print the text of a single prompt as it comes."""
-    for step in run:
-        text = step.texts[0]
-        print(show.paint(text, step.exit_layer) if show else text, end="", flush=True)
-    print(flush=True)
-    if show:
-        print(show.legend(), file=sys.stderr)
-
-
-def print_batch(run, prompts, show):
-    """Print the texts of a batch one after the other, when all are done."""
-    painted = [""] * len(prompts)
-    for step in run:
-        for row, text in enumerate(step.texts):
-            painted[row] += show.paint(text, step.exit_layer) if show else text
-    for row, (prompt, text) in enumerate(zip(prompts, painted)):
-        print(f"--- {row + 1}: {prompt.strip().splitlines()[0][:80] if prompt.strip() else ''}", file=sys.stderr)
-        print(text, flush=True)
-    if show:
-        print(show.legend(), file=sys.stderr)
-
-
-def chat(llm, args, settings):
-    """Talk until the end of the input; the cache is kept from turn to turn."""
-    from river import RiverError
-
-    session = llm.chat(args.system, **settings)
-    show = ExitPainter(llm.config.n_layers) if args.show_exits else None
-    print("An empty line does nothing; Ctrl-C stops an answer, Ctrl-D ends the chat.", file=sys.stderr)
-    while True:
-        try:
-            print("> ", end="", file=sys.stderr, flush=True)
-            text = input()
-        except EOFError:
-            print(file=sys.stderr)
-            return
-        if not text.strip():
-            continue
-        try:
-            run = session.say(text)
-        except RiverError as error:  # no room left for this turn; a shorter one may still fit
-            print(error, file=sys.stderr)
-            continue
-        try:
-            stream(run, show)
-        except KeyboardInterrupt:
-            print(file=sys.stderr)
-        print_statistics(run)
-
-
-def print_statistics(run):
-    """What the run took, on standard error."""
-    L = run.llm.config.n_layers
-    lines = [f"{sum(map(len, run.prompt_ids))} prompt tokens, {run.new_tokens} new tokens"]
-    if run.ttft_s is not None:
-        lines[0] += f", first after {run.ttft_s:.2f} s"
-    if run.decode_tokens_per_s:
-        gigabytes_per_s = run.nbytes_per_step * len(run.exit_layers) / run.decode_s / 1e9
-        lines[0] += f", then {run.decode_tokens_per_s:.1f} tokens/s"
-        lines.append(f"weights read: {run.nbytes_per_step / 1e6:.1f} MB a step, {gigabytes_per_s:.1f} GB/s")
-    if run.prefill_exit_layer is not None:
-        lines.append(f"backbone layers run, of {L}: prompt {run.prefill_exit_layer}")
-    if run.drafting:
-        d = run.drafting
-        share = f" ({d.acceptance:.0%})" if d.drafted else ""
-        lines.append(
-            f"lossless: {d.drafted} tokens drafted, {d.accepted} accepted{share}, {d.verifications} verifications"
-        )
-        if d.verifications:
-            lines[-1] += f" of {len(run.exit_layers) / d.verifications:.1f} tokens each"
-    elif run.exit_layers:
-        lines[-1] += f", decode {run.mean_exit_layer:.1f} on average"
-        depths = Counter(run.exit_layers)
-        for depth in sorted(depths):
-            bar = "#" * max(1, round(40 * depths[depth] / len(run.exit_layers)))
-            lines.append(f"  {depth:3d}  {depths[depth]:5d}  {bar}")
-    print("\n".join(lines), file=sys.stderr)
-
-
-def report(run, row, prompt, args):
+def report(run, row, prompt, model):
     """The JSON object of one prompt."""
     decode_steps = max(0, len(run.tokens[row]) - 1)
     exit_layers = run.exit_layers[:decode_steps]
     counts = {name: getattr(run.drafting, name) for name in ("drafted", "accepted", "verifications") if run.drafting}
     return {
-        "model": args.model,
+        "model": model,
         "n_layers": run.llm.config.n_layers,
         "tau": getattr(run.decoder.exit_rule, "tau", None),
         "prefill": run.decoder.prefill_mode,
@@ -321,35 +241,6 @@ def report(run, row, prompt, args):
         "stop_reason": run.stop_reasons[row] or "length",
         **counts,
     }
-
-
-class ExitPainter:
-    """Marks text with its exit depth: by colour on a terminal, by digits elsewhere or under NO_COLOR."""
-
-    RAMP = (46, 82, 118, 154, 190, 226, 220, 214, 208, 202, 196)  # xterm colours, green (early) to red (late)
-
-    def __init__(self, n_layers):
-        self.n_layers = n_layers
-        self.colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-
-    def _colour_of(self, exit_layer):
-        # On a logarithmic scale, since most tokens leave early and 2 should not look like 3.
-        share = math.log1p(exit_layer) / math.log1p(self.n_layers)
-        return self.RAMP[round(share * (len(self.RAMP) - 1))]
-
-    def paint(self, text, exit_layer):
-        if not text:
-            return ""
-        if self.colour:
-            return f"\033[38;5;{self._colour_of(exit_layer)}m{text}\033[0m"
-        return f"{text}[{exit_layer}]"
-
-    def legend(self):
-        if not self.colour:
-            return f"[n]: the token left the backbone after n of {self.n_layers} layers"
-        steps = sorted({*range(min(5, self.n_layers)), *range(5, self.n_layers, 5), self.n_layers})
-        shades = " ".join(f"\033[38;5;{self._colour_of(depth)}m{depth}\033[0m" for depth in steps)
-        return f"backbone layers run: {shades} of {self.n_layers}"
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pytest
 from conftest import ROOT, write_tiny_checkpoint
 
 import generate
+from river.terminal import ExitPainter
 
 BACKBONE_IDS = [504, 3575, 282, 4649, 314, 7042, 30, 2]  # "The capital of France is Paris.<|im_end|>"
 QUESTION = "What is the capital of France?"
@@ -109,14 +110,14 @@ def test_show_exits_colours_a_terminal_unless_told_not_to(monkeypatch):
 
     monkeypatch.setattr(sys, "stdout", Terminal())
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert "\033[" in generate.ExitPainter(30).paint("word", 3) and "\033[" in generate.ExitPainter(30).legend()
+    assert "\033[" in ExitPainter(30).paint("word", 3) and "\033[" in ExitPainter(30).legend()
     monkeypatch.setenv("NO_COLOR", "1")
-    assert generate.ExitPainter(30).paint("word", 3) == "word[3]"
+    assert ExitPainter(30).paint("word", 3) == "word[3]"
 
 
 def test_every_depth_has_a_colour():
     for n_layers in (1, 4, 30, 32, 100):
-        painter = generate.ExitPainter(n_layers)
+        painter = ExitPainter(n_layers)
         colours = [painter._colour_of(depth) for depth in range(n_layers + 1)]
         assert colours[0] == painter.RAMP[0] and set(colours) <= set(painter.RAMP)
 
