@@ -94,30 +94,18 @@ def run(args):
     if args.prompt_tokens + args.tokens > llm.config.context:
         raise RiverError(f"--prompt-tokens and --tokens exceed the model's context, {llm.config.context}")
     peer = transformers_peer(args.model) if args.peer else None
-    results = {name: [] for name in [*settings, *(["transformers"] if peer else [])]}
-    bandwidths = []
-    for number in range(args.rounds + 1):
-        bandwidths.append(memory_bandwidth(llm.model.device))
-        for name, setting in settings.items():
-            results[name].append(measure(llm, setting, prompt, args.tokens))
-        if peer:
-            results["transformers"].append(peer(prompt, args.tokens))
-        if number == 0:  # warm-up: pages are read and kernels chosen
-            bandwidths.clear()
-            for rounds in results.values():
-                rounds.clear()
-    table = summarise(results, statistics.median(bandwidths))
+    results, bandwidth = measure_in_turn(llm, settings, peer, prompt, args)
+    table = summarise(results, bandwidth)
     for name in settings:
         table[name]["peak_mb"] = measure_peak(args, name)
     print_table(table)
-    head = "4-bit head" if args.quantize_head else "bfloat16 head"
     facts = [
         args.shape or args.model,
         "compiled" if args.compile else "eager",
-        head,
+        "4-bit head" if args.quantize_head else "bfloat16 head",
         f"{torch.get_num_threads()} threads",
         llm.model.device,
-        f"memory reads {statistics.median(bandwidths):.1f} GB/s",
+        f"memory reads {bandwidth:.1f} GB/s",
         f"{args.rounds} rounds of {args.tokens} tokens",
     ]
     print(", ".join(map(str, facts)))
@@ -133,11 +121,32 @@ def run(args):
                 "microseconds": times,
                 "threads": torch.get_num_threads(),
                 "torch": torch.__version__,
-                "bandwidth_gb_s": statistics.median(bandwidths),
+                "bandwidth_gb_s": bandwidth,
                 "settings": table,
             }
         )
     )
+
+
+def measure_in_turn(llm, settings, peer, prompt, args):
+    """All settings, and `peer` (as of `transformers_peer`) unless it is None, one after the other in every round.
+
+    Returns:
+        (what `measure` gives for each round, by the setting's name; the median GB/s of the memory).
+    """
+    results = {name: [] for name in [*settings, *(["transformers"] if peer else [])]}
+    bandwidths = []
+    for number in range(args.rounds + 1):
+        bandwidths.append(memory_bandwidth(llm.model.device))
+        for name, setting in settings.items():
+            results[name].append(measure(llm, setting, prompt, args.tokens))
+        if peer:
+            results["transformers"].append(peer(prompt, args.tokens))
+        if number == 0:  # warm-up: pages are read and kernels chosen
+            bandwidths.clear()
+            for rounds in results.values():
+                rounds.clear()
+    return results, statistics.median(bandwidths)
 
 
 def summarise(results, bandwidth):
