@@ -5,7 +5,7 @@ import torch
 from .compile import compile_model
 from .config import parse_config
 from .linear import Linear, QuantLinear, layout_for
-from .llm import RiverLLM
+from .llm import RiverLLM, usable_device
 from .model import DecoderLayer, Llama, RMSNorm
 
 LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 500000.0}
@@ -33,7 +33,7 @@ DISTINCT_BYTES = 2 << 30  # of random layers; a larger shape repeats them, far b
 def random_llm(values, compile, device, log):
     """A `RiverLLM` without tokenizer, of the shape in `values` (as in config.json), with random weights."""
     config = parse_config(values)
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    device = usable_device(device)
     D, q, kv, ff = config.hidden_size, config.q_size, config.kv_size, config.intermediate_size
     shapes = {"qkv_proj": (q + 2 * kv, D), "o_proj": (D, q), "gate_up_proj": (2 * ff, D), "down_proj": (D, ff)}
 

@@ -111,6 +111,11 @@ def test_what_could_not_be_measured_is_refused(args, capsys):
     assert error.value.code == 2
 
 
+def test_a_device_that_is_not_there_is_one_line(capsys):
+    assert bench.main(["--shape", "llama-3.2-1b", "--device", "warp"]) == 2
+    assert "device 'warp' cannot be used here" in capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     "args", (["--exit-layer", "99"], ["--exit-layer", "-1"], ["--tau", "nan"], ["--prompt-tokens", "9999"])
 )
