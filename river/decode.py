@@ -173,7 +173,7 @@ class Step:
     """What one step of generation gave: a token for each row, and the depth at which all left.
 
     tokens: ids, None for a row that had already stopped. texts: what each row's text grew by, filled in
-    by llm.py (the decoder knows no text). exit_layer: backbone layers run for these tokens.
+    by generation.py (the decoder knows no text). exit_layer: backbone layers run for these tokens.
     """
 
     tokens: list
