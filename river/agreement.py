@@ -16,6 +16,20 @@ from .errors import RiverError
 from .settings import NAMED_SETTINGS, Settings
 
 BACKBONE = Settings(**NAMED_SETTINGS["backbone"])
+PROMPTS = (
+    "What is the capital of Australia, and why is it not Sydney?",
+    "Write a Python function that tells whether a string is a palindrome.",
+    "List seven things to take along on a walk in the mountains.",
+    "A train leaves at 9:40 and arrives at 13:05. How long does the journey take?",
+    "Tell a short story about a lighthouse keeper who finds a letter.",
+    'Translate into French: "The ferry does not run on Sundays in winter."',
+    "Explain to a child why the moon changes its shape.",
+    "Summarise in one sentence: The mill closed in 1931, stood empty for forty years, and is a library today.",
+    "Write a polite e-mail that moves a meeting from Tuesday to Thursday.",
+    "What is the difference between a virus and a bacterium?",
+    "Give me a recipe for a simple vegetable soup, step by step.",
+    "Is it true that goldfish forget everything after three seconds?",
+)
 
 
 class TextAgreement(NamedTuple):

@@ -1,4 +1,4 @@
-"""The paper's figures, measured: `python -m river.analyze WHAT [MODEL]`; `--help` lists what there is.
+"""The paper's figures and more, measured: `python -m river.analyze WHAT [MODEL]`; `--help` lists what there is.
 
 Quality is measured on texts that the backbone itself writes, greedily, in answer to PROMPTS or to the lines of
 `--text`. Every result is a table, with `--json` one JSON object on the last line too, and with `--figure` an SVG.
@@ -8,43 +8,43 @@ import json
 import math
 import statistics
 import sys
+import time
 
 import torch
 
-from .agreement import reference_texts
+from .agreement import PROMPTS, reference_texts
 from .commands import DEFAULT_MODEL, Parser, exit_status, log, warn_if_busy
 from .config import load_config, parse_config
-from .drawing import check_figure, draw
+from .drawing import DRAWINGS, check_figure, draw
 from .errors import RiverError
-from .llm import load
+from .exits import build_river
+from .llm import DTYPES, RiverLLM, load
 from .pareto import (
     BASELINES,
+    FULL_4_BIT,
     at_neighbouring_depths,
     by_strategy,
+    compare_with_first,
     compare_with_fixed,
     in_words,
     interleaved,
     quality,
     summary,
 )
-from .probe import kv_cosines, layer_similarities, pearson, sequence_depths, similarities_and_values, token_depths
-from .shapes import SHAPES
-from .tasks import read_prompts
-
-PROMPTS = (
-    "What is the capital of Australia, and why is it not Sydney?",
-    "Write a Python function that tells whether a string is a palindrome.",
-    "List seven things to take along on a walk in the mountains.",
-    "A train leaves at 9:40 and arrives at 13:05. How long does the journey take?",
-    "Tell a short story about a lighthouse keeper who finds a letter.",
-    'Translate into French: "The ferry does not run on Sundays in winter."',
-    "Explain to a child why the moon changes its shape.",
-    "Summarise in one sentence: The mill closed in 1931, stood empty for forty years, and is a library today.",
-    "Write a polite e-mail that moves a meeting from Tuesday to Thursday.",
-    "What is the difference between a virus and a bacterium?",
-    "Give me a recipe for a simple vegetable soup, step by step.",
-    "Is it true that goldfish forget everything after three seconds?",
+from .probe import (
+    kv_cosines,
+    layer_similarities,
+    lossless_against_plain,
+    pearson,
+    sequence_depths,
+    similarities_and_values,
+    token_depths,
+    weight_error,
 )
+from .quantize import BITS, QUANTIZERS
+from .shapes import SHAPES, gigabytes
+from .tables import columns, print_table
+from .tasks import read_prompts
 
 
 def similarity(llm, texts, args):
@@ -130,33 +130,46 @@ def pareto(llm, texts, args):
     }
 
 
+def quantizers(llm, texts, args):
+    scores, built = {}, {}
+    for name in args.quantizer or QUANTIZERS:
+        started = time.perf_counter()
+        river = build_river(llm.model, args.model, name, bits=args.bits, log=log)
+        built[name] = time.perf_counter() - started
+        scores[name] = quality(RiverLLM(llm.model, river, llm.tokenizer), {name: FULL_4_BIT}, texts)[name]
+    rows = compare_with_first(scores)
+    for row in rows:
+        row |= {"weight_error": weight_error(llm.model, row["name"], args.bits), "build_s": built[row["name"]]}
+    first = rows[0]["name"]
+    return {
+        "bits": args.bits,
+        "rows": rows,
+        "notes": [f"all layers in {args.bits} bits, teacher forced; differences to {first}, texts resampled"],
+    }
+
+
+def lossless(llm, texts, args):
+    rows = [{"text": number} | lossless_against_plain(llm, *text) for number, text in enumerate(texts, 1)]
+    drafted, equal = (sum(row[key] for row in rows) for key in ("drafted", "equal"))
+    accepted = f"{sum(row['accepted'] for row in rows) / drafted:.0%}" if drafted else "none"
+    return {
+        "rows": rows,
+        "notes": [
+            f"{equal} of {len(rows)} texts are the backbone's own; of {drafted} drafts were accepted: {accepted}"
+        ],
+    }
+
+
 def memory(args):
-    """Bytes of weights and cache in bfloat16, by arithmetic; quantised in groups of 64."""
     config = parse_config(SHAPES[args.shape]) if args.shape else load_config(args.model)
     if not 0 <= args.offload <= config.n_layers:
         raise RiverError(f"--offload {args.offload} is out of range: this model has 0 to {config.n_layers} layers")
-    D, q, kv, ff, L = config.hidden_size, config.q_size, config.kv_size, config.intermediate_size, config.n_layers
-    linears = D * (2 * q + 2 * kv + 3 * ff)
-    biases = (q + 2 * kv) * config.qkv_bias + D * config.o_bias + (2 * ff + D) * config.mlp_bias
-    kept = 2 * (2 * D + 2 * config.head_dim * config.qk_norm + biases)  # norms and biases, which the river shares
-    head = 2 * (config.vocab_size * D * (1 if config.tie_word_embeddings else 2) + D)  # with embedding and final norm
-    full_4_bit = head + L * (linears / 2 + linears / 64 * 4 + kept)  # half a byte a weight, a pair a group
-    rows = []
-    for positions in [0, *(n for n in (1024, 4096, 16384, 65536) if n < config.context), config.context]:
-        cache = 2 * 2 * L * kv * positions
-        nbytes = {
-            "cache": cache,
-            "backbone": head + L * (2 * linears + kept) + cache,
-            "full_4_bit": full_4_bit + cache,
-            "river": full_4_bit + 2 * linears * args.offload + cache,
-            "river_all": full_4_bit + 2 * linears * L + cache,
-        }
-        ratio = nbytes["river"] / nbytes["full_4_bit"]
-        rows.append({"positions": positions, **{name: n / 1e9 for name, n in nbytes.items()}, "ratio": ratio})
+    positions = [0, *(n for n in (1024, 4096, 16384, 65536) if n < config.context), config.context]
+    rows = [gigabytes(config, n, args.offload) for n in positions]
     return {"offload": args.offload, "rows": rows, "notes": ["GB are 10^9 bytes; a row of 0 positions is the weights"]}
 
 
-# Of each WHAT: its line in --help, the function, and its table: titles and the cells below them, given the result.
+# Of each WHAT: its line in --help, and the function; tables.py has its columns.
 LINES = {
     "similarity": "cosine of the states before and after each backbone layer: mean and spread over the tokens",
     "kv-error": "cosine of K and of V, river against backbone, by layer and exit depth",
@@ -164,55 +177,14 @@ LINES = {
     "optimal-exit": "the depth that would have been enough, token by token and for whole texts",
     "strategies": "milliseconds a token of the five KV strategies",
     "pareto": "agreement with the backbone against tokens/s, over tau, and tau against fixed depths",
+    "quantizers": "error of the weights, and agreement with the backbone, of fully quantised models",
+    "lossless": "whether lossless decoding gives the backbone's own text, and where it does not, how near a tie",
     "memory": "gigabytes of weights and cache by context length, by arithmetic",
 }
 MEASURES = {
     "similarity": similarity, "kv-error": kv_error, "correlation": correlation, "optimal-exit": optimal_exit,
-    "strategies": strategies, "pareto": pareto,
+    "strategies": strategies, "pareto": pareto, "quantizers": quantizers, "lossless": lossless,
 }  # fmt: skip
-COLUMNS = {
-    "similarity": {"layer": "{layer}", "mean": "{mean:.3f}", "5th percentile": "{p5:.3f}", "95th": "{p95:.3f}"},
-    "correlation": {
-        "left after layer": "{layer}", "r": "{r:+.2f}", "mean similarity": "{similarity:.3f}",
-        "mean V cosine": "{v:.3f}",
-    },
-    "optimal-exit": {"depth": "{depth}", "tokens": "{token_count}", "texts": "{sequence_count}"},
-    "strategies": {
-        "strategy": "{group}", "tau": "{tau}", "ms/token": "{ms_per_token:.2f}", "backbone layers": "{exit_layer:.1f}",
-    },
-    "pareto": {
-        "setting": "{group}", "tau or depth": "{value}", "backbone layers": "{exit_layer:.2f}",
-        "agreement, %": "{agreement:.1f}", "KL, nats": "{kl:.3f}", "tokens/s": "{tokens_per_s:.1f}",
-    },
-}  # fmt: skip
-
-
-def columns(what, result):
-    """The table of a WHAT: title to the format of its cells."""
-    if what == "kv-error":
-        depths = list(enumerate(result["exit_layers"]))
-        return {"layer": "{layer}"} | {
-            f"{part.upper()}, depth {depth}": f"{{{part}[{number}]:.3f}}" for part in "kv" for number, depth in depths
-        }
-    if what == "memory":
-        return {
-            "positions": "{positions}",
-            "cache": "{cache:.3f}",
-            "backbone": "{backbone:.3f}",
-            "full 4-bit": "{full_4_bit:.3f}",
-            f"River, {result['offload']} backbone layers kept": "{river:.3f}",
-            "River, all kept": "{river_all:.3f}",
-            "to full 4-bit": "{ratio:.2f}",
-        }
-    return COLUMNS[what]
-
-
-def print_table(columns, rows):
-    print("| " + " | ".join(columns) + " |")
-    print("| " + " | ".join("---:" for _ in columns) + " |")
-    for row in rows:
-        cells = [template.format_map(row) for template in columns.values()]
-        print("| " + " | ".join("" if cell == "None" else cell for cell in cells) + " |")
 
 
 def parse_arguments(argv):
@@ -220,11 +192,12 @@ def parse_arguments(argv):
     whats = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     for what, line in LINES.items():
         subparser = whats.add_parser(what, help=line, description=line)
-        subparser.set_defaults(shape=None, compile=False)
+        subparser.set_defaults(figure=None, shape=None, compile=False, dtype="bfloat16")
         add = subparser.add_argument
         add("model", nargs="?", default=DEFAULT_MODEL, help="a checkpoint folder (default: the default model)")
         add("--json", action="store_true", help="one JSON object too, on the last line")
-        add("--figure", metavar="FILE.svg", help="draw it; needs matplotlib")
+        if what in DRAWINGS:
+            add("--figure", metavar="FILE.svg", help="draw it; needs matplotlib")
         if what == "memory":
             add("--shape", choices=SHAPES, help="of a named shape instead of MODEL")
             add("--offload", type=int, default=4, metavar="N", help="backbone layers that River keeps (default: 4)")
@@ -236,6 +209,11 @@ def parse_arguments(argv):
             add("--compile", action="store_true")
             add("--tau", type=float, action="append", help="may repeat")
             add("--rounds", type=int, default=5)
+        if what == "quantizers":
+            add("--quantizer", choices=QUANTIZERS, action="append", help="may repeat (default: all)")
+            add("--bits", type=int, choices=BITS, default=4)
+        if what == "lossless":
+            add("--dtype", choices=DTYPES, default="bfloat16")
     args = parser.parse_args(argv)
     if "max_new_tokens" in args and args.max_new_tokens < 2:
         parser.error("--max-new-tokens should be 2 or above: the last token of a text is never run")
@@ -252,7 +230,7 @@ def measure(args):
     prompts = read_prompts(args.text) if args.text else PROMPTS
     if "rounds" in args:
         warn_if_busy()
-    llm = load(args.model, device=args.device, compile=args.compile, log=log)
+    llm = load(args.model, device=args.device, dtype=args.dtype, compile=args.compile, log=log)
     texts = [text for text in reference_texts(llm, prompts, args.max_new_tokens) if len(text[1]) > 1]
     if not texts:
         raise RiverError("the backbone ends every text with its first token: there is nothing to measure")

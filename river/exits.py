@@ -39,8 +39,27 @@ def load_river(model, folder, quantizer="hqq", group_size=64, bits=4, log=lambda
     Raises:
         RiverError: the quantiser is unknown, or a weight cannot be quantised.
     """
-    linears = {f"layers.{layer.index}.{name}": getattr(layer, name) for layer in model.layers for name in LINEARS}
-    twins = _load_quantized("river", linears, model, folder, quantizer, group_size, bits, log)
+    return _exit_layers(
+        model, _load_quantized("river", _linears(model), model, folder, quantizer, group_size, bits, log)
+    )
+
+
+def build_river(model, folder, quantizer="hqq", group_size=64, bits=4, log=lambda line, done: None):
+    """As `load_river`, but always built, and not saved: to compare quantisers."""
+    check_settings(quantizer, group_size, bits)
+    calibration = awq.calibration_ids(folder, model.config) if quantizer == "awq" else None
+    linears = _linears(model)
+    tensors = _build("river", linears, model, quantizer, group_size, bits, calibration, log)
+    return _exit_layers(model, _twins(linears, tensors, group_size, bits))
+
+
+def _linears(model):
+    """The linears that an exit layer has quantised, by name."""
+    return {f"layers.{layer.index}.{name}": getattr(layer, name) for layer in model.layers for name in LINEARS}
+
+
+def _exit_layers(model, twins):
+    """Each layer of the model with the twins of its linears."""
     return [
         dataclasses.replace(layer, **{name: twins[f"layers.{layer.index}.{name}"] for name in LINEARS})
         for layer in model.layers
@@ -72,19 +91,25 @@ def _load_quantized(what, linears, model, folder, quantizer, group_size, bits, l
     identity = _identity(folder, quantizer, group_size, bits, calibration, model.device.type, model.dtype)
     tensors = _stored_tensors(path, identity)
     if tensors:
-        return {name: _twin(name, linear, tensors, group_size, bits) for name, linear in linears.items()}
+        return _twins(linears, tensors, group_size, bits)
 
-    tensors = {}
-    inputs = awq.Inputs(model, calibration) if calibration else None
-    for number, (name, linear) in enumerate(linears.items(), 1):
-        log(f"building the {bits}-bit {what} ({quantizer}, group {group_size}): {name}, {number}/{len(linears)}", False)
-        tensors.update(_quantize(name, linear, quantizer, group_size, bits, inputs))
+    tensors = _build(what, linears, model, quantizer, group_size, bits, calibration, log)
     try:
         save_safetensors(path, tensors, {"river": identity, "tensors": str(len(tensors))})
         log(f"built the {bits}-bit {what} and saved it as {path}", True)
     except RiverError as error:
         log(f"built the {bits}-bit {what}, but it will be built again next time: {error}", True)
-    return {name: _twin(name, linear, tensors, group_size, bits) for name, linear in linears.items()}
+    return _twins(linears, tensors, group_size, bits)
+
+
+def _build(what, linears, model, quantizer, group_size, bits, calibration, log):
+    """The packed tensors of the twins of `linears`, by their names in the file; `calibration` is for awq, else None."""
+    tensors = {}
+    inputs = awq.Inputs(model, calibration) if calibration else None
+    for number, (name, linear) in enumerate(linears.items(), 1):
+        log(f"building the {bits}-bit {what} ({quantizer}, group {group_size}): {name}, {number}/{len(linears)}", False)
+        tensors.update(_quantize(name, linear, quantizer, group_size, bits, inputs))
+    return tensors
 
 
 def _quantize(name, linear, quantizer, group_size, bits, inputs):
@@ -100,6 +125,10 @@ def _quantize(name, linear, quantizer, group_size, bits, inputs):
     except RiverError as error:
         raise RiverError(f"{name}: {error}") from error
     return {f"{name}.{key}": tensor for key, tensor in packed.items()}
+
+
+def _twins(linears, tensors, group_size, bits):
+    return {name: _twin(name, linear, tensors, group_size, bits) for name, linear in linears.items()}
 
 
 def _twin(name, linear, tensors, group_size, bits):

@@ -10,6 +10,8 @@ costs fewer texts than Hoeffding's where losses vary little.
 import json
 import math
 
+import torch
+
 from .errors import RiverError
 from .files import SafetensorsFile, complete_or_absent, read_json
 
@@ -49,6 +51,20 @@ def laxest(losses_by_tau, bound):
             break
         found = tau
     return found
+
+
+def held_out(losses_by_tau, bound, splits=100):
+    """Try the choice on texts that it has not seen; returns how many of `splits` (kept, broke, chose none).
+
+    In each split, a tau is chosen on one random half of the texts, and its mean loss taken on the other.
+    """
+    texts = len(next(iter(losses_by_tau.values())))
+    generator, results = torch.Generator().manual_seed(0), []
+    for _ in range(splits):
+        first, second = (half.tolist() for half in torch.randperm(texts, generator=generator).chunk(2))
+        tau = laxest({tau: [losses[i] for i in first] for tau, losses in losses_by_tau.items()}, bound)
+        results.append(None if tau is None else sum(losses_by_tau[tau][i] for i in second) <= bound * len(second))
+    return results.count(True), results.count(False), results.count(None)
 
 
 def save(river_path, found):

@@ -19,6 +19,10 @@ class Interval(NamedTuple):
     low: float
     high: float
 
+    def __format__(self, spec):
+        """A difference and its interval, each number by `spec`."""
+        return f"{self.mean:+{spec}} [{self.low:{spec}}, {self.high:{spec}}]"
+
 
 def bootstrap(sums, counts=None, draws=10_000, seed=0):
     """`Interval` of the mean of everything counted: sum(sums) / sum(counts), over resampled groups.

@@ -14,7 +14,8 @@ from .settings import Settings, parse_setting
 from .strategies import STRATEGIES
 from .timing import measure
 
-BASELINES = {("backbone", None): BACKBONE, ("full 4-bit", None): parse_setting("full4bit")}
+FULL_4_BIT = parse_setting("full4bit")
+BASELINES = {("backbone", None): BACKBONE, ("full 4-bit", None): FULL_4_BIT}
 
 
 def by_strategy(taus):
@@ -54,14 +55,35 @@ def quality(llm, settings, texts):
     return {name: [scores[name] for scores in by_text] for name in settings}
 
 
+SUMS = {"agreement": lambda text: 100 * sum(text.hits), "kl": lambda text: sum(text.kls)}  # over a text's tokens
+
+
 def summary(score):
     """Mean exit depth, agreement in % and KL(backbone || setting) in nats a token, over all texts."""
     tokens = sum(text.tokens for text in score)
+    means = {name: sum(of(text) for text in score) / tokens for name, of in SUMS.items()}
+    return {"exit_layer": mean_depth(score)} | means
+
+
+def differences(score, others):
+    """`Interval`s of how far agreement and KL are above others': "agreement_difference" and "kl_difference".
+
+    Args:
+        score: of a setting, see `quality`.
+        others: for "agreement" and "kl", a list of what SUMS gives of each text elsewhere.
+    """
+    tokens = [text.tokens for text in score]
     return {
-        "exit_layer": mean_depth(score),
-        "agreement": 100 * sum(sum(text.hits) for text in score) / tokens,
-        "kl": sum(sum(text.kls) for text in score) / tokens,
+        f"{name}_difference": bootstrap([of(text) - other for text, other in zip(score, others[name])], tokens)
+        for name, of in SUMS.items()
     }
+
+
+def compare_with_first(scores):
+    """Of each of the scores (a dict, see `quality`) its "name", `summary`, and `differences` to the first one's."""
+    first = next(iter(scores.values()))
+    others = {name: [of(text) for text in first] for name, of in SUMS.items()}
+    return [{"name": name} | summary(score) | differences(score, others) for name, score in scores.items()]
 
 
 def mean_depth(score):
@@ -86,21 +108,20 @@ def compare_with_fixed(score, fixed):
     result = summary(score)
     low, high = _ends(result["exit_layer"])
     share = result["exit_layer"] - low
-    tokens = [text.tokens for text in score]
-    for name, of in (("agreement", lambda text: 100 * sum(text.hits)), ("kl", lambda text: sum(text.kls))):
-        between = [(1 - share) * of(a) + share * of(b) for a, b in zip(fixed[low], fixed[high])]
-        result[f"fixed_{name}"] = sum(between) / sum(tokens)
-        result[f"{name}_difference"] = bootstrap([of(text) - x for text, x in zip(score, between)], tokens)
-    return result
+    between = {
+        name: [(1 - share) * of(a) + share * of(b) for a, b in zip(fixed[low], fixed[high])]
+        for name, of in SUMS.items()
+    }
+    tokens = sum(text.tokens for text in score)
+    result |= {f"fixed_{name}": sum(sums) / tokens for name, sums in between.items()}
+    return result | differences(score, between)
 
 
 def in_words(c):
     """One line about a comparison: what `compare_with_fixed` returns, with its "tau"."""
-    by, low, high = c["agreement_difference"]
-    kl_by, kl_low, kl_high = c["kl_difference"]
     depth = f"{c['exit_layer']:.1f}"
     return (
         f"tau {c['tau']}: depth {depth}, agreement {c['agreement']:.1f}%; fixed depth of {depth} (interpolated): "
-        f"{c['fixed_agreement']:.1f}%; difference {by:+.1f} [{low:.1f}, {high:.1f}]; KL {c['kl']:.3f} against "
-        f"{c['fixed_kl']:.3f}, difference {kl_by:+.3f} [{kl_low:.3f}, {kl_high:.3f}]"
+        f"{c['fixed_agreement']:.1f}%; difference {c['agreement_difference']:.1f}; KL {c['kl']:.3f} against "
+        f"{c['fixed_kl']:.3f}, difference {c['kl_difference']:.3f}"
     )

@@ -1,15 +1,19 @@
-"""Inside the decoder: hidden states, K and V by layer, and the depth that would have been enough.
+"""Inside the decoder: hidden states, K and V by layer, the depth that would have been enough, and what was quantised.
 
-Everything is measured on the decode steps of texts that the backbone wrote (agreement.py): the prompt runs on the
-backbone, and then the text's tokens but its last, which is never run. T is the number of these steps.
+All but the weights is measured on the decode steps of texts that the backbone wrote (agreement.py): the prompt runs
+on the backbone, and then the text's tokens but its last, which is never run. T is the number of these steps.
 """
 
 import torch
 import torch.nn.functional as F
 
-from .agreement import BACKBONE
+from .agreement import BACKBONE, forced_steps
 from .controller import Never, Oracle, similarity
 from .decode import teacher_force
+from .exits import LINEARS
+from .linear import layout_for, scale_dtype
+from .generation import Generation
+from .quantize import quantize
 from .settings import Settings
 
 
@@ -151,6 +155,44 @@ def _same_text(llm, prompt, tokens, exit_layer):
     decoder = llm.decoder(Settings(exit_layer=exit_layer, prefill="backbone"), 1, len(prompt) + len(tokens))
     steps = teacher_force(decoder, prompt, tokens)
     return all(int(logits.argmax()) == token for token, (logits, _) in zip(tokens, steps))
+
+
+def lossless_against_plain(llm, prompt, tokens):
+    """One text of the backbone's, written again by lossless decoding: a dict of counts and of the first difference.
+
+    "differs_at": index of the first other token, or None; "lead": how far the backbone's best logit is ahead of the
+    second there, or None: in a dtype that rounds much, a block rounds otherwise than single tokens.
+    """
+    run = Generation(llm, [prompt], Settings(lossless=True, max_new_tokens=len(tokens)))
+    for _ in run:
+        pass
+    (again,), drafting = run.tokens, run.drafting
+    at = next((i for i, (a, b) in enumerate(zip(tokens, again)) if a != b), None)
+    result = {"tokens": len(tokens), "drafted": drafting.drafted, "accepted": drafting.accepted}
+    result |= {"equal": again == tokens, "differs_at": at, "lead": None}
+    if at is not None:
+        *_, (logits, *_) = forced_steps(llm, BACKBONE, prompt, tokens[: at + 1])
+        best, second = logits.topk(2).values.tolist()
+        result["lead"] = best - second
+    return result
+
+
+def weight_error(model, quantizer, bits, group_size=64):
+    """|Q - W| / |W| over the weights of all layers, with scales and zeros as they are stored.
+
+    None for awq, which scales a weight's columns before, so that its error there is no smaller, but elsewhere.
+    """
+    if quantizer == "awq":
+        return None
+    squares = total = 0.0
+    for layer in model.layers:
+        for name in LINEARS:
+            weight = torch.cat(getattr(layer, name).weights)
+            layout = layout_for(weight.shape, group_size, weight.dtype, weight.device, bits)
+            weight, quantized = weight.float(), quantize(weight, quantizer, group_size, bits, scale_dtype(layout))
+            total += weight.square().sum().item()
+            squares += (quantized.dequantize() - weight).square().sum().item()
+    return (squares / total) ** 0.5
 
 
 def _watched(llm, prompt, tokens, rule):

@@ -1,4 +1,4 @@
-"""Shapes of known models, and models of such a shape with random weights: as fast as the real ones."""
+"""Shapes of known models: what they take in memory, and models with random weights, as fast as the real ones."""
 
 import torch
 
@@ -28,6 +28,30 @@ SHAPES = {
     },
 }  # fmt: skip
 DISTINCT_BYTES = 2 << 30  # of random layers; a larger shape repeats them, far beyond any processor's cache
+
+
+def gigabytes(config, positions, offload):
+    """Of weights and cache in bfloat16, by arithmetic, quantised in groups of 64: a dict, with the number of positions.
+
+    "river": River with `offload` backbone layers kept in memory; "river_all": with all. "ratio": the former to
+    full quantisation.
+    """
+    D, q, kv, ff, L = config.hidden_size, config.q_size, config.kv_size, config.intermediate_size, config.n_layers
+    linears = D * (2 * q + 2 * kv + 3 * ff)
+    biases = (q + 2 * kv) * config.qkv_bias + D * config.o_bias + (2 * ff + D) * config.mlp_bias
+    kept = 2 * (2 * D + 2 * config.head_dim * config.qk_norm + biases)  # norms and biases, which the river shares
+    head = 2 * (config.vocab_size * D * (1 if config.tie_word_embeddings else 2) + D)  # with embedding and final norm
+    full_4_bit = head + L * (linears / 2 + linears / 64 * 4 + kept)  # half a byte a weight, a pair a group
+    cache = 2 * 2 * L * kv * positions
+    nbytes = {
+        "cache": cache,
+        "backbone": head + L * (2 * linears + kept) + cache,
+        "full_4_bit": full_4_bit + cache,
+        "river": full_4_bit + 2 * linears * offload + cache,
+        "river_all": full_4_bit + 2 * linears * L + cache,
+    }
+    ratio = nbytes["river"] / nbytes["full_4_bit"]
+    return {"positions": positions, **{name: n / 1e9 for name, n in nbytes.items()}, "ratio": ratio}
 
 
 def random_llm(values, compile, device, log):

@@ -13,8 +13,12 @@ from conftest import TINY, write_tiny_checkpoint
 from river import analyze, pareto, probe
 from river.agreement import BACKBONE, TextAgreement, agreement, reference_texts
 from river.checkpoint import load_model
+from river.decode import teacher_force
+from river.drawing import DRAWINGS
+from river.exits import LINEARS
 from river.files import SafetensorsFile, save_safetensors
 from river.llm import RiverLLM, load
+from river.quantize import QUANTIZERS, quantize
 from river.settings import Settings
 
 PROMPTS = ["The river rises in the hills.", "Why is the sky blue?", "Seven, eight, nine"]
@@ -220,6 +224,42 @@ def test_pareto_and_strategies(folder, capsys):
     assert len(result["rows"]) == 2 + 5 * 2 and all(row["ms_per_token"] > 0 for row in result["rows"])
 
 
+def test_quantizers_are_compared_on_the_same_texts(folder, llm, capsys):
+    """Against the same river read by hand; more bits err less; what is built for this is not saved."""
+    result, lines = run_json(capsys, "quantizers", folder, "--max-new-tokens", "6", "--device", "cpu")
+    rows = {row["name"]: row for row in result["rows"]}
+    assert list(rows) == list(QUANTIZERS) and not list(folder.glob("river-awq*"))
+    assert rows["best"]["weight_error"] < rows["hqq"]["weight_error"] < rows["rtn"]["weight_error"]
+    assert rows["awq"]["weight_error"] is None and "| awq |  |" in "\n".join(lines)
+    assert rows["hqq"]["kl_difference"] == [0, 0, 0]
+    assert rows["rtn"]["kl_difference"][0] == pytest.approx(rows["rtn"]["kl"] - rows["hqq"]["kl"])
+    whole = load(folder, device="cpu", quantizer="rtn")
+    texts = reference_texts(whole, analyze.PROMPTS, 6)
+    assert pareto.summary(pareto.quality(whole, {0: pareto.FULL_4_BIT}, texts)[0])["kl"] == rows["rtn"]["kl"]
+    eight, _ = run_json(capsys, "quantizers", folder, "--max-new-tokens", "6", "--bits", "8", "--quantizer", "hqq")
+    assert eight["rows"][0]["weight_error"] < rows["best"]["weight_error"] / 5
+    assert probe.weight_error(llm.model, "rtn", 4) == pytest.approx(naive_error(llm.model, "rtn"), rel=1e-5)
+
+
+def naive_error(model, quantizer):
+    matrices = [matrix for layer in model.layers for name in LINEARS for matrix in getattr(layer, name).weights]
+    pairs = [(matrix, quantize(matrix, quantizer, 64).dequantize()) for matrix in matrices]
+    wrong, whole = (torch.cat([t.flatten() for t in column]) for column in zip(*((b - a, a) for a, b in pairs)))
+    return (wrong.norm() / whole.norm()).item()
+
+
+def test_lossless_says_where_a_text_differs_and_how_near_a_tie_it_was(folder, llm, texts, capsys):
+    result, lines = run_json(capsys, "lossless", folder, "--max-new-tokens", "8", "--dtype", "float32")
+    assert all(row["equal"] and row["differs_at"] is None and row["tokens"] == 8 for row in result["rows"])
+    assert lines[-2].startswith(f"{len(analyze.PROMPTS)} of {len(analyze.PROMPTS)} texts are the backbone's own")
+    (prompt, tokens), *_ = texts
+    other = [*tokens[:3], tokens[3] + 1, *tokens[4:]]  # not what the backbone would write at 3
+    found = probe.lossless_against_plain(llm, prompt, other)
+    logits = [logits for logits, _ in teacher_force(llm.decoder(BACKBONE, 1, 200), prompt, tokens[:4])][3]
+    assert not found["equal"] and found["differs_at"] == 3
+    assert found["lead"] == pytest.approx(float(logits.sort().values[-1] - logits.sort().values[-2]))
+
+
 def gigabytes(model, *layers):
     """Of what is really there: a tensor that several share counts once."""
     tensors = [model.embed_tokens, *model.lm_head.tensor_list(), model.norm.weight]
@@ -269,7 +309,7 @@ QUICK = {what: ["--max-new-tokens", "4"] for what in analyze.LINES} | {"memory":
 QUICK |= {what: QUICK[what] + ["--tau", "0.3", "--rounds", "1"] for what in ("strategies", "pareto")}
 
 
-@pytest.mark.parametrize("what", analyze.LINES)
+@pytest.mark.parametrize("what", DRAWINGS)
 def test_figures_are_small_and_the_same_every_time(what, folder, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed, and is not needed but for figures")
     from river.drawing import draw

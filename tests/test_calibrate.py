@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import write_tiny_checkpoint
 
-from river import RiverError, Settings, calibrate, load
+from river import RiverError, Settings, calibrate, guarantee, load
 from river.agreement import TextAgreement
 from river.calibrate import laxest_tau, loss, main, parse_target
 from river.guarantee import laxest, mean_is_below
@@ -45,6 +45,18 @@ def test_the_choice_stops_at_the_first_failure():
     good, bad = [0.0] * 400, [0.5] * 400
     assert laxest({0.9: good, 0.8: good, 0.7: bad, 0.6: good}, 0.05) == 0.8
     assert laxest({0.9: bad, 0.8: good}, 0.05) is None
+
+
+def test_held_out_texts_are_not_those_that_a_tau_was_chosen_on(monkeypatch):
+    """One text of 40 has all of the loss: a choice that wants it on its own half never sees it on the other."""
+    assert guarantee.held_out({0.9: [0.0] * 400, 0.8: [1.0] * 400}, 0.05) == (100, 0, 0)
+    assert guarantee.held_out({0.9: [1.0] * 400}, 0.05) == (0, 0, 100)
+    losses = {0.9: [1.0] + [0.0] * 39}
+    monkeypatch.setattr(guarantee, "laxest", lambda losses, bound: 0.9 if sum(losses[0.9]) else None)
+    kept, broke, none = guarantee.held_out(losses, 0.04)
+    assert broke == 0 and 30 < kept < 70 and none == 100 - kept
+    monkeypatch.setattr(guarantee, "laxest", lambda losses, bound: None if sum(losses[0.9]) else 0.9)
+    assert guarantee.held_out(losses, 0.04) == (0, none, kept)
 
 
 def test_chosen_taus_keep_the_target_on_other_text_in_95_of_100_resamples():
@@ -107,6 +119,7 @@ def test_what_is_found_is_used_by_tau_auto_until_the_river_changes(folder, capsy
     out = capsys.readouterr().out
     tau = json.loads(next(folder.glob("tau-*.json")).read_text())["tau"]
     assert tau == min(calibrate.TAUS) and f"tau {tau} keeps agreement=0.01 with 95% confidence" in out
+    assert "100 kept the target on the other half and 0 did not" in out
     llm = load(folder, device="cpu")
     assert llm.decoder(Settings(tau="auto"), 1, 8).exit_rule.tau == tau
     with pytest.raises(RiverError, match="no threshold"):
