@@ -15,9 +15,10 @@ from . import guarantee
 from .agreement import BACKBONE, agreement
 from .commands import DEFAULT_MODEL, Parser, exit_status, log
 from .errors import RiverError
+from .generation import Generation
 from .guarantee import CONFIDENCE, MOST_KL, TAUS
 from .intervals import bootstrap
-from .llm import Generation, load
+from .llm import load
 from .settings import NAMED_SETTINGS, Settings
 from .tasks import read_text
 

@@ -198,9 +198,13 @@ class _FewVectors:
 
 
 def _signature(layer):
-    """All of a layer that goes into its program, as text: everything but its index, window and values."""
-    facts = [f"{name}={_facts(part)}" for name, part in layer.parts()]
-    return " ".join([f"{layer.n_heads} {layer.n_kv_heads} {layer.head_dim}", *facts])
+    """All of a layer that goes into its program, as text: everything but its index, window and values.
+
+    It takes in every field there is, so that one of a new family cannot be left out and meet another's program.
+    """
+    facts = {field.name: getattr(layer, field.name) for field in dataclasses.fields(layer)}
+    facts |= {name: _facts(part) for name, part in layer.parts()}
+    return " ".join(f"{name}={fact}" for name, fact in facts.items() if name not in ("index", "window"))
 
 
 def _facts(part):

@@ -11,8 +11,8 @@ from .agreement import BACKBONE, forced_steps
 from .controller import Never, Oracle, similarity
 from .decode import teacher_force
 from .exits import LINEARS
-from .linear import layout_for, scale_dtype
 from .generation import Generation
+from .linear import layout_for, scale_dtype
 from .quantize import quantize
 from .settings import Settings
 

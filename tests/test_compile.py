@@ -15,6 +15,7 @@ from river.compile import CompiledLayer, compile_model
 from river.controller import FixedDepth, Never
 from river.decode import Decoder
 from river.exits import load_river
+from river.model import DecoderLayer
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++") and not shutil.which("clang++"), reason="no C++ compiler")
 
@@ -189,6 +190,18 @@ def test_a_changed_source_or_shape_has_another_package(tiny, monkeypatch):
     for source in ("model.py", "linear.py", "quantize.py", "rope.py", "compile.py", "programs.py"):
         monkeypatch.setattr(Path, "read_text", lambda self: read_text(self) + "# changed" * (self.name == source))
         assert first != key(), source
+
+
+def test_a_field_that_a_fork_adds_to_the_layer_tells_programs_apart(tiny):
+    """The signature once listed the fields that counted: two layers that differed in a new one shared a program."""
+
+    @dataclasses.dataclass
+    class Gated(DecoderLayer):
+        activation: str = "silu"
+
+    layers = [Gated(**vars(tiny[0].layers[0]), activation=name) for name in ("silu", "gelu", "silu")]
+    first, second, third = map(compiling._signature, layers)
+    assert first != second and first == third
 
 
 def test_without_a_compiler_it_is_said_once_and_runs_eager(tiny, tmp_path, monkeypatch):
