@@ -160,6 +160,8 @@ def run(args):
 
 def read_prompts(args):
     """The prompts to run, or None for a chat."""
+    if args.trace and (len(args.prompt or []) > 1 or args.json or args.show_exits):
+        raise UserError("--trace follows one prompt, and goes without --json and --show-exits")
     if args.prompt:
         prompts = [read_stdin() if prompt == "-" else prompt for prompt in args.prompt]
         if not all(prompts):

@@ -73,13 +73,18 @@ def _runs(process):
     return True
 
 
+LARGEST_JSON = 1 << 28  # bytes; a tokenizer.json has some 35 MB, an index a few
+
+
 def read_json(path):
     """Return the JSON object in the file `path`.
 
     Raises:
-        RiverError: the file is absent or unreadable, is not JSON, or holds no object.
+        RiverError: the file is absent or unreadable, is larger than any such file is, is not JSON, or holds no object.
     """
     try:
+        if (size := Path(path).stat().st_size) > LARGEST_JSON:
+            raise RiverError(f"{path} has {size} bytes, more than a JSON file of a checkpoint ever has: see what it is")
         data = Path(path).read_bytes()
         content = json.loads(data)
         if re.search(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]", data):

@@ -217,3 +217,13 @@ def test_gguf(tmp_path):
         convert.tokenizer(path, metadata, config)
 
     fuzz(path, read, 4000)
+
+
+def test_a_json_file_of_any_size_costs_no_more_than_a_look_at_it(tmp_path):
+    """A server, or a disk image by another name, can put any number of bytes under the name of an index."""
+    folder = write_tiny_checkpoint(tmp_path / "tiny", vocab_size=64, num_hidden_layers=1)
+    (folder / "model.safetensors").unlink()
+    with open(folder / "model.safetensors.index.json", "wb") as file:
+        file.truncate(2 * FAR_MORE)  # a hole: it takes no disk
+    with limited_memory(FAR_MORE), pytest.raises(RiverError, match=r"index\.json has 2147483648 bytes"):
+        load_model(folder)

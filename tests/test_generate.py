@@ -164,6 +164,8 @@ def test_chat_keeps_its_cache_and_passes_over_empty_lines(folder, capsys, monkey
         (("--prompt", ""), ("prompt is empty",)),
         (("--prompt", "word " * 2000), ("context is 512",)),
         (("--speed", "11"), ("--speed",)),
+        (("--trace", "--json"), ("--trace", "--json")),
+        (("--trace", "--prompt", "and another"), ("--trace", "one prompt")),
     ),
 )
 def test_bad_values_get_one_clear_line(folder, capsys, args, named):
