@@ -7,13 +7,9 @@ terminal, it is a chat.
 import argparse
 import dataclasses
 import json
-import os
-import re
 import sys
-from pathlib import Path
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-WEIGHTS = Path(__file__).resolve().parent / "weights"
 
 
 class Parser(argparse.ArgumentParser):
@@ -90,87 +86,65 @@ def tau(text):
 
 def main(argv=None):
     args = parse_arguments(argv)
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows another
-    try:
-        run(args)
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader of the output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except UserError as error:
-        one_line = re.sub(r"[\x00-\x1f\x7f]+", " ", str(error))  # whatever a file or a server has put into it
-        print(f"generate.py: {one_line}", file=sys.stderr)
+    try:  # imported late, so that --help and a wrong option answer at once
+        from river.commands import exit_status
+    except ModuleNotFoundError as error:
+        print(f"generate.py: {error.name} is not installed: pip install -r requirements.txt", file=sys.stderr)
         return 2
-    return 0
-
-
-class UserError(Exception):
-    """A mistake or a lack that is answered by one line."""
+    return exit_status("generate.py", run, args)
 
 
 def run(args):
-    # Imported late, so that --help and a wrong option answer at once.
-    try:
-        import river
-        from river import terminal
-        from river.trace import trace
-    except ModuleNotFoundError as error:
-        raise UserError(f"{error.name} is not installed: pip install -r requirements.txt") from error
+    import river
+    from river import commands, terminal
+    from river.trace import trace
 
-    try:
-        settings = {f.name: getattr(args, f.name) for f in dataclasses.fields(river.Settings)}
-        river.Settings(**settings)  # a bad value should not wait for a download
-        prompts = read_prompts(args)
-        folder = find_model(args.model)
-        llm = river.load(
-            folder,
-            device=args.device,
-            dtype=args.dtype,
-            quantizer=args.quantizer,
-            group_size=args.group_size,
-            bits=args.bits,
-            chat_format=args.chat_format,
-            quantize_head=args.quantize_head,
-            compile=args.compile,
-            offload=args.offload,
-            log=log,
-        )
-        if args.tau == "auto" and args.exit_layer is None and not args.lossless:
-            g = llm.guarantee
-            sure = f"{g['target']} with {g['confidence']:.0%} confidence on {g['text']} ({g['texts']} pieces)"
-            print(f"tau auto: {g['tau']}, which keeps {sure}", file=sys.stderr)
-        if args.trace:
-            trace(llm, (prompts or ["Hello"])[0], settings, print, args.raw, args.system)
-        elif prompts is None:
-            terminal.chat(llm.chat(args.system, **settings), args.show_exits)
-        else:
-            run_prompts(llm, prompts, args, settings)
-        sys.stdout.flush()
-    except river.RiverError as error:
-        raise UserError(error) from error
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise UserError(f"cannot write the output: {error.strerror or error}") from error
+    settings = {f.name: getattr(args, f.name) for f in dataclasses.fields(river.Settings)}
+    river.Settings(**settings)  # a bad value should not wait for a download
+    prompts = read_prompts(args)
+    folder = commands.find_model(args.model)
+    llm = river.load(
+        folder,
+        device=args.device,
+        dtype=args.dtype,
+        quantizer=args.quantizer,
+        group_size=args.group_size,
+        bits=args.bits,
+        chat_format=args.chat_format,
+        quantize_head=args.quantize_head,
+        compile=args.compile,
+        offload=args.offload,
+        log=log,
+    )
+    if args.tau == "auto" and args.exit_layer is None and not args.lossless:
+        g = llm.guarantee
+        sure = f"{g['target']} with {g['confidence']:.0%} confidence on {g['text']} ({g['texts']} pieces)"
+        print(f"tau auto: {g['tau']}, which keeps {sure}", file=sys.stderr)
+    if args.trace:
+        trace(llm, (prompts or ["Hello"])[0], settings, print, args.raw, args.system)
+    elif prompts is None:
+        terminal.chat(llm.chat(args.system, **settings), args.show_exits)
+    else:
+        run_prompts(llm, prompts, args, settings)
 
 
 def read_prompts(args):
     """The prompts to run, or None for a chat."""
-    if args.trace and (len(args.prompt or []) > 1 or args.json or args.show_exits):
-        raise UserError("--trace follows one prompt, and goes without --json and --show-exits")
+    from river import RiverError
+
+    if args.trace and (len(args.prompt or []) > 1 or args.json or args.show_exits or args.lossless):
+        raise RiverError("--trace follows one prompt, and goes without --json, --show-exits and --lossless")
+    if args.raw and args.system is not None:
+        raise RiverError("--system is part of a chat, which --raw leaves out")
     if args.prompt:
         prompts = [read_stdin() if prompt == "-" else prompt for prompt in args.prompt]
         if not all(prompts):
-            raise UserError("the prompt is empty")
+            raise RiverError("the prompt is empty")
         return prompts
     if not sys.stdin.isatty():
-        raise UserError("there is no --prompt; `--prompt -` reads it from standard input")
+        raise RiverError("there is no --prompt; `--prompt -` reads it from standard input")
     if args.json or args.raw:
-        raise UserError("--json and --raw need a --prompt")
+        raise RiverError("--json and --raw need a --prompt")
     return None
 
 
@@ -178,18 +152,6 @@ def read_stdin():
     """Standard input as UTF-8, whatever the terminal's encoding; bytes that are not become U+FFFD."""
     stream = getattr(sys.stdin, "buffer", None)
     return stream.read().decode("utf-8", "replace") if stream else sys.stdin.read()
-
-
-def find_model(name):
-    """The folder of a model given as a folder or as ORG/NAME, which is downloaded if need be."""
-    from weights.download import fetch, is_complete
-
-    if Path(name).is_dir():
-        return Path(name)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise UserError(f"--model {name}: no such folder, and not the name of a model (ORG/NAME) either")
-    folder = WEIGHTS / name
-    return folder if is_complete(folder) else fetch(name, folder)
 
 
 def log(line, done):

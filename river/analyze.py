@@ -13,7 +13,7 @@ import time
 import torch
 
 from .agreement import PROMPTS, reference_texts
-from .commands import DEFAULT_MODEL, Parser, exit_status, log, warn_if_busy
+from .commands import DEFAULT_MODEL, MODEL_HELP, Parser, exit_status, find_model, log, warn_if_busy
 from .config import load_config, parse_config
 from .drawing import DRAWINGS, check_figure, draw
 from .errors import RiverError
@@ -194,7 +194,7 @@ def parse_arguments(argv):
         subparser = whats.add_parser(what, help=line, description=line)
         subparser.set_defaults(figure=None, shape=None, compile=False, dtype="bfloat16")
         add = subparser.add_argument
-        add("model", nargs="?", default=DEFAULT_MODEL, help="a checkpoint folder (default: the default model)")
+        add("model", nargs="?", default=DEFAULT_MODEL, help=MODEL_HELP)
         add("--json", action="store_true", help="one JSON object too, on the last line")
         if what in DRAWINGS:
             add("--figure", metavar="FILE.svg", help="draw it; needs matplotlib")
@@ -224,7 +224,8 @@ def parse_arguments(argv):
 
 def measure(args):
     """The result of one WHAT, a dict that JSON can hold."""
-    result = {"what": args.what, "model": str(args.shape or args.model), "torch": torch.__version__}
+    args.model = args.shape or find_model(args.model)
+    result = {"what": args.what, "model": str(args.model), "torch": torch.__version__}
     if args.what == "memory":
         return result | memory(args)
     prompts = read_prompts(args.text) if args.text else PROMPTS

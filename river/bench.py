@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from .commands import DEFAULT_MODEL, Parser, exit_status, log, warn_if_busy
+from .commands import DEFAULT_MODEL, MODEL_HELP, Parser, exit_status, find_model, log, warn_if_busy
 from .errors import RiverError
 from .llm import load
 from .settings import Settings
@@ -28,9 +28,7 @@ def main(argv=None):
 
 def parse_arguments(argv):
     parser = Parser(prog="python -m river.bench", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "model", nargs="?", default=DEFAULT_MODEL, help="a checkpoint folder (default: the default model)"
-    )
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=MODEL_HELP)
     parser.add_argument("--shape", choices=SHAPES, help="random weights of that shape instead; fixed depths only")
     parser.add_argument("--tau", type=float, action="append", help="may repeat (default: 0.5 and 0.9)")
     parser.add_argument("--exit-layer", type=int, action="append", default=[], metavar="N", help="may repeat")
@@ -81,6 +79,7 @@ def settings_to_compare(args, llm):
 
 def run(args):
     """Measure, print the table, and print it again as JSON."""
+    args.model = args.shape or find_model(args.model)
     if args.peak:
         print(peak_resident(load_model(args), args.peak, args))
         return
@@ -100,7 +99,7 @@ def run(args):
         table[name]["peak_mb"] = measure_peak(args, name)
     print_table(table)
     facts = [
-        args.shape or args.model,
+        args.model,
         "compiled" if args.compile else "eager",
         "4-bit head" if args.quantize_head else "bfloat16 head",
         f"{torch.get_num_threads()} threads",
@@ -114,7 +113,7 @@ def run(args):
     print(
         json.dumps(
             {
-                "model": str(args.shape or args.model),
+                "model": str(args.model),
                 "compile": args.compile,
                 "quantize_head": args.quantize_head,
                 "offload": args.offload,
@@ -186,7 +185,7 @@ def print_table(table):
 
 def measure_peak(args, name):
     """Peak resident megabytes of one setting after 256 tokens, in a process of its own."""
-    command = [sys.executable, "-m", "river.bench", str(Path(args.model).resolve()), "--peak", name]
+    command = [sys.executable, "-m", "river.bench", str(Path(args.model).absolute()), "--peak", name]
     command += ["--device", args.device, "--prompt-tokens", str(args.prompt_tokens)]
     command += ["--shape", args.shape] if args.shape else []
     command += ["--prefill", args.prefill] if args.prefill else []

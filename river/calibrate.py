@@ -13,7 +13,7 @@ import torch
 
 from . import guarantee
 from .agreement import BACKBONE, agreement
-from .commands import DEFAULT_MODEL, Parser, exit_status, log
+from .commands import DEFAULT_MODEL, MODEL_HELP, Parser, exit_status, find_model, log
 from .errors import RiverError
 from .generation import Generation
 from .guarantee import CONFIDENCE, MOST_KL, TAUS
@@ -32,7 +32,7 @@ def main(argv=None):
 
 def parse_arguments(argv):
     parser = Parser(prog="python -m river.calibrate", description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="a checkpoint (default: the default model)")
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=MODEL_HELP)
     parser.add_argument(
         "--target",
         required=True,
@@ -54,7 +54,7 @@ def run(args):
     if args.texts < 2:
         raise RiverError(f"--texts is {args.texts}, but should be 2 or above")
     options = {"quantizer": args.quantizer, "group_size": args.group_size, "bits": args.bits}
-    llm = load(args.model, args.device, compile=args.compile, log=log, **options)
+    llm = load(find_model(args.model), args.device, compile=args.compile, log=log, **options)
     if not llm.river_path.exists():
         raise RiverError(f"{llm.river_path} is not there, to store a threshold beside: can the folder be written to?")
     if llm.config.context < PROMPT + SCORED:

@@ -2,12 +2,15 @@
 
 import argparse
 import os
+import re
 import sys
 from pathlib import Path
 
 from .errors import RiverError
 
-DEFAULT_MODEL = Path(__file__).resolve().parents[1] / "weights" / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
+DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+WEIGHTS = Path(__file__).resolve().parents[1] / "weights"
+MODEL_HELP = "a folder, or ORG/NAME to download (default: the default model)"
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,14 +25,48 @@ class Parser(argparse.ArgumentParser):
 
 def exit_status(name, run, args):
     """Run a command; returns its exit status (0 for None), a mistake or Ctrl-C having been answered by one line."""
+    prepare_streams()
     try:
-        return run(args) or 0
-    except RiverError as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        status = run(args) or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader of the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (RiverError, OSError) as error:
+        said = error if isinstance(error, RiverError) else f"cannot write the output: {error.strerror or error}"
+        one_line = re.sub(r"[\x00-\x1f\x7f]+", " ", str(said))  # whatever a file or a server has put into it
+        print(f"{name}: {one_line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"\n{name}: stopped", file=sys.stderr)
         return 130
+
+
+def prepare_streams():
+    """Give streams that the shell has closed (`>&-`) a place that keeps nothing, and any character to the others."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows another
+
+
+def find_model(name):
+    """The folder of a model given as a folder or as ORG/NAME, which is downloaded if need be.
+
+    Raises:
+        RiverError: it is neither, or cannot be downloaded.
+    """
+    from weights.download import fetch, is_complete  # which import this package
+
+    if str(name) and Path(name).is_dir():
+        return Path(name)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
+        raise RiverError(f"there is no folder {str(name)!r}, and it is not the name of a model (ORG/NAME) either")
+    folder = WEIGHTS / name
+    return folder if is_complete(folder) else fetch(name, folder)
 
 
 def log(line, done):

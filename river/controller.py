@@ -2,7 +2,7 @@
 
 A rule is asked before each backbone layer and answers for all the tokens of the step together,
 since a batch (and, in prefill, a prompt) leaves at one common depth. To add a rule, write a class
-with the method `leaves` and name it in `make_exit_rule`.
+with the method `leaves` and name it in EXIT_RULES.
 """
 
 import math
@@ -29,7 +29,13 @@ class ExitRule:
     """What every rule inherits: `leaves` is all that a new one has to write."""
 
     def begin(self, decoder, h, positions):
-        """Called with the embedded tokens [B, T, D] before a step; for rules that look ahead."""
+        """Called before each step, a decode step or a prompt; for rules that keep something or look ahead.
+
+        Args:
+            decoder: the `Decoder`, whose exit rule lives as long as it does.
+            h: the embedded tokens [B, T, D].
+            positions: a list of `Positions`, one for each chunk of the step; a decode step has one.
+        """
 
     def leaves(self, depth, h_in, h):
         """Leave after `depth` backbone layers?
@@ -37,7 +43,8 @@ class ExitRule:
         Args:
             depth: backbone layers run so far, 0 .. L-1.
             h_in: hidden states [N, D] before the last of them; None at depth 0.
-            h: hidden states [N, D] after it, of the N tokens that decide together.
+            h: hidden states [N, D] after it, of the N tokens that decide together: rows of a batch that still
+                run, or a prompt's tokens. N falls when a row ends.
         """
         raise NotImplementedError
 
@@ -121,25 +128,35 @@ class Oracle(ExitRule):
         return int(self.decoder.model.logits(h[:, -1:]).argmax())
 
 
+# Each is made of a tau and the model, a `Llama`.
+EXIT_RULES = {
+    "similarity": lambda tau, model: Similarity(tau),
+    "confidence": lambda tau, model: Confidence(tau, model.logits),
+    "margin": lambda tau, model: Margin(tau, model.logits),
+    "entropy": lambda tau, model: Entropy(tau, model.logits),
+    "never": lambda tau, model: Never(),
+    "oracle": lambda tau, model: Oracle(),
+}
+
+
 def make_exit_rule(name, model, tau=0.5, exit_layer=None):
     """The rule of that name, for a `Llama`; `exit_layer`, if given, is a fixed depth whatever the name.
 
     Raises:
         RiverError: an unknown name, or an exit_layer that is missing or no whole number from 0 to n_layers.
     """
+    check_exit_rule(name)
     n_layers = model.config.n_layers
-    if exit_layer is not None or name == "fixed":
-        if type(exit_layer) is not int or not 0 <= exit_layer <= n_layers:
-            raise RiverError(f"exit layer {exit_layer} is out of range: this model has 0 to {n_layers}")
-        return FixedDepth(exit_layer)
-    rules = {
-        "similarity": lambda: Similarity(tau),
-        "confidence": lambda: Confidence(tau, model.logits),
-        "margin": lambda: Margin(tau, model.logits),
-        "entropy": lambda: Entropy(tau, model.logits),
-        "never": Never,
-        "oracle": Oracle,
-    }
-    if name not in rules:
-        raise RiverError(f"exit rule {name!r} is not known; known are fixed, {', '.join(rules)}")
-    return rules[name]()
+    if exit_layer is None and name == "fixed":
+        raise RiverError(f"the exit rule 'fixed' needs an --exit-layer, from 0 to {n_layers}")
+    if exit_layer is None:
+        return EXIT_RULES[name](tau, model)
+    if type(exit_layer) is not int or not 0 <= exit_layer <= n_layers:
+        raise RiverError(f"exit layer {exit_layer} is out of range: this model has 0 to {n_layers}")
+    return FixedDepth(exit_layer)
+
+
+def check_exit_rule(name):
+    """Raise a RiverError if there is no such rule."""
+    if name != "fixed" and name not in EXIT_RULES:
+        raise RiverError(f"exit rule {name!r} is not known; known are fixed, {', '.join(EXIT_RULES)}")

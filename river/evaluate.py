@@ -17,9 +17,10 @@ from pathlib import Path
 import torch
 
 from .checkpoint import checkpoint_files
-from .commands import DEFAULT_MODEL, Parser, exit_status, log
+from .commands import DEFAULT_MODEL, MODEL_HELP, Parser, exit_status, find_model, log
 from .config import load_config
 from .errors import RiverError
+from .files import digest_of_sources, read_bytes
 from .intervals import bootstrap, paired_difference, proportion
 from .llm import load
 from .records import Records
@@ -61,7 +62,7 @@ def parse_arguments(argv):
         )
         add("--limit", type=int, metavar="N", help="the first N problems alone")
         add("--output", metavar="JSONL", help=f"answers, and where to go on from (default: {name}-MODEL.jsonl)")
-        add("--model", default=DEFAULT_MODEL, metavar="FOLDER", help="a checkpoint (default: the default model)")
+        add("--model", default=DEFAULT_MODEL, metavar="MODEL", help=MODEL_HELP)
         add("--device", default="auto")
         add("--compile", action="store_true", help="compiled layers, as in generate.py")
         add("--quantizer", default="hqq", help="of the river")
@@ -87,6 +88,7 @@ def run(args):
             raise RiverError(f"--{name.replace('_', '-')} is {vars(args)[name]}, but should be 1 or above")
     generation = {"max_new_tokens": args.max_new_tokens} if args.task in MAX_NEW_TOKENS else {}
     settings = {name: parse_setting(name, **generation) for name in args.setting or DEFAULT_SETTINGS}
+    args.model = find_model(args.model)
     task = make_task(args)
     output = Path(args.output or f"{args.task}-{Path(args.model).resolve().name}.jsonl")
     records = Records(output, {**describe(args), **generation, **task.options})
@@ -118,12 +120,12 @@ def describe(args):
     """What all records of one output file have in common, with the task's options; settings and problems may come
     to it later."""
     folder = Path(args.model)
-    load_config(folder)  # for its errors
     sizes = {path.name: path.stat().st_size for path in checkpoint_files(folder)}
-    checkpoint = (folder / "config.json").read_bytes() + json.dumps(sizes, sort_keys=True).encode()
+    checkpoint = read_bytes(folder / "config.json") + json.dumps(sizes, sort_keys=True).encode()
     cuda = args.device == "auto" and torch.cuda.is_available()
     return {
         "task": args.task,
+        "code": digest_of_sources()[:16],
         "file": hashlib.sha256(Path(args.file).read_bytes()).hexdigest()[:16],
         "model": folder.resolve().name,
         "checkpoint": hashlib.sha256(checkpoint).hexdigest()[:16],

@@ -15,12 +15,12 @@ import torch
 from . import awq
 from .checkpoint import checkpoint_files
 from .errors import RiverError
-from .files import SafetensorsFile, save_safetensors
+from .files import SafetensorsFile, digest_of_sources, save_safetensors
 from .linear import QuantLinear, layout_for, pack, scale_dtype
 from .quantize import check_settings, quantize
 
 LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-FILE_VERSION = 3
+SOURCES = ("quantize.py", "awq.py", "linear.py", "exits.py")  # what decides the contents of a file
 
 
 def load_river(model, folder, quantizer="hqq", group_size=64, bits=4, log=lambda line, done: None):
@@ -150,7 +150,7 @@ def _identity(folder, quantizer, group_size, bits, calibration, device, dtype):
     stats = {path.name: path.stat() for path in checkpoint_files(folder)}
     return json.dumps(
         {
-            "version": FILE_VERSION,
+            "sources": digest_of_sources(SOURCES),
             "checkpoint": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in sorted(stats.items())},
             "quantizer": quantizer,
             "group_size": group_size,

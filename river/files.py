@@ -7,11 +7,13 @@ both do in one step.
 
 import ctypes
 import glob
+import hashlib
 import json
 import os
 import platform
 import re
 import shutil
+import stat
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -73,24 +75,52 @@ def _runs(process):
     return True
 
 
-LARGEST_JSON = 1 << 28  # bytes; a tokenizer.json has some 35 MB, an index a few
+def digest_of_sources(names=None):
+    """A hash of this package's source files of these names (None: of all): what a kept result was made by.
+
+    Whoever changes the code would otherwise be given what the code before had made.
+    """
+    folder = Path(__file__).parent
+    paths = sorted(folder.glob("*.py")) if names is None else [folder / name for name in names]
+    return hashlib.sha256("\n".join(path.read_text(encoding="utf-8") for path in paths).encode()).hexdigest()
+
+
+LARGEST = 1 << 28  # bytes of a file that is read whole; a tokenizer.json has some 35 MB, an index a few
+
+
+def refuse_pipe(path):
+    """Raise a RiverError for what is no file but a pipe, a socket or a device, and might never end."""
+    mode = Path(path).stat().st_mode
+    if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISCHR(mode):
+        raise RiverError(f"{path} is no regular file")
+
+
+def read_bytes(path):
+    """The contents of a file of a checkpoint that is read whole.
+
+    Raises:
+        RiverError: the file is absent or unreadable, or larger than any such file is.
+    """
+    try:
+        refuse_pipe(path)
+        if (size := Path(path).stat().st_size) > LARGEST:
+            raise RiverError(f"{path} has {size} bytes, more than such a file ever has: see what it is")
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise RiverError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def read_json(path):
     """Return the JSON object in the file `path`.
 
     Raises:
-        RiverError: the file is absent or unreadable, is larger than any such file is, is not JSON, or holds no object.
+        RiverError: the file cannot be read (see `read_bytes`), is not JSON, or holds no object.
     """
+    data = read_bytes(path)
     try:
-        if (size := Path(path).stat().st_size) > LARGEST_JSON:
-            raise RiverError(f"{path} has {size} bytes, more than a JSON file of a checkpoint ever has: see what it is")
-        data = Path(path).read_bytes()
         content = json.loads(data)
         if re.search(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]", data):
             json.dumps(content, ensure_ascii=False).encode()  # half a character is none, and no name of a file
-    except OSError as error:
-        raise RiverError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise RiverError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
@@ -111,6 +141,7 @@ class SafetensorsFile:
     def __init__(self, path):
         path = Path(path)
         try:
+            refuse_pipe(path)
             with open(path, "rb") as file:
                 length = file.read(8)
                 if length == b"version ":

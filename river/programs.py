@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from .errors import RiverError
-from .files import complete_or_absent
+from .files import complete_or_absent, digest_of_sources
 
 
 def compile_module(module, arguments, sizes, signature, log):
@@ -121,7 +121,7 @@ def _key(signature, arguments):
         platform.machine(),
         _processor(),
         str(torch.get_num_threads()),  # Inductor writes it into the code
-        *(Path(__file__).with_name(name).read_text() for name in sources),
+        digest_of_sources(sources),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 

@@ -5,6 +5,9 @@ Three quantisers, none of which needs data: round-to-nearest, HQQ (Badri and Sha
 Quantization of Large Machine Learning Models", 2023), and `best`, which searches each group for its least
 squared error. They are pure functions of the weight, which choose scales and zeros; a code is then the
 nearest one. How the codes are stored and multiplied is the business of linear.py.
+
+To add one, write a function of groups [N, G, S] and a `Grid` that returns float32 scales (above 0, also of a
+group of equal values) and zeros, each [N, G, 1], and name it in QUANTIZERS.
 """
 
 from dataclasses import dataclass
@@ -108,6 +111,8 @@ def check_settings(quantizer, group_size, bits=4):
 def _quantize_groups(groups, quantizer, grid):
     """Codes uint8 [N, G, S], scales and zeros [N, G, 1] of groups [N, G, S]."""
     scales, zeros = grid.stored(*QUANTIZERS[quantizer](groups, grid))
+    if not (scales > 0).all() or not scales.isfinite().all() or not zeros.isfinite().all():
+        raise RiverError(f"the quantizer {quantizer!r} gave a scale that is not above 0, or one that is not finite")
     return grid.codes(groups, scales, zeros).to(torch.uint8), scales, zeros
 
 

@@ -63,8 +63,10 @@ class Sampler:
     def probabilities(self, logits):
         """The distribution that is sampled from, float32 [B, vocab] (temperature above 0); as for `__call__`."""
         _check_finite(logits)
-        # The top logit goes to 0 first, so that a tiny temperature gives -inf below it and no NaN.
-        logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
+        # The top logit goes to 0 first, so that a tiny temperature gives -inf below it and no NaN; and one that
+        # float32 does not have is the least that it has, since 0 / 0 is NaN.
+        temperature = max(self.temperature, torch.finfo(torch.float32).tiny)
+        logits = (logits - logits.amax(-1, keepdim=True)) / temperature
         if self.top_k:
             kth = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
             logits = logits.masked_fill(logits < kth, float("-inf"))

@@ -3,8 +3,10 @@
 import math
 from dataclasses import dataclass
 
+from .controller import check_exit_rule
 from .errors import RiverError
 from .sampling import Sampler
+from .strategies import check_strategy
 
 
 @dataclass
@@ -26,6 +28,10 @@ class Settings:
 
     def __post_init__(self):
         """Refuse what no model could take; `exit_layer` and `prefill` are checked when the decoder is made."""
+        check_exit_rule(self.exit_rule)
+        check_strategy(self.kv)
+        if self.exit_layer is not None and self.exit_rule not in ("similarity", "fixed"):
+            raise RiverError(f"--exit-layer leaves at a fixed depth, and goes without --exit-rule {self.exit_rule}")
         if self.max_new_tokens < 0:
             raise RiverError(f"max-new-tokens is {self.max_new_tokens}, but should be 0 or above")
         if self.tau == "auto" and (self.exit_rule != "similarity" or self.kv != "share" or self.prefill is not None):

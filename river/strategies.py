@@ -159,6 +159,11 @@ STRATEGIES = {
 
 def make_strategy(name, decoder):
     """The strategy of that name for one `Decoder`; a RiverError if there is none."""
+    check_strategy(name)
+    return STRATEGIES[name](decoder)
+
+
+def check_strategy(name):
+    """Raise a RiverError if there is no such strategy."""
     if name not in STRATEGIES:
         raise RiverError(f"kv {name!r} is not known; known are {', '.join(STRATEGIES)}")
-    return STRATEGIES[name](decoder)

@@ -16,7 +16,7 @@ import sentencepiece
 from . import chat
 from .bpe_files import AddedToken, field, is_byte_level, read_added_token, read_meta, read_tekken, read_tokenizer_json
 from .errors import RiverError
-from .files import read_json
+from .files import read_bytes, read_json
 from .streams import ByteStream, PieceStream
 
 CACHED_PIECES = 1 << 16  # text repeats its words, so almost every piece has been merged before
@@ -275,14 +275,6 @@ def read_tokenizer(folder, config):
     if as_json.exists():
         raise RiverError(f"{as_json} is no byte-level BPE; download the checkpoint's tokenizer.model as well")
     raise RiverError(f"{folder} has none of {', '.join(names)}; download the checkpoint's")
-
-
-def read_bytes(path):
-    """Return the content of the file `path`; a RiverError if it cannot be read."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise RiverError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def read_template(folder, config):

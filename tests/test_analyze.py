@@ -2,13 +2,14 @@
 
 import json
 import math
+import subprocess
 import sys
 
 import naive
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, write_tiny_checkpoint
+from conftest import ROOT, TINY, write_tiny_checkpoint
 
 from river import analyze, pareto, probe
 from river.agreement import BACKBONE, TextAgreement, agreement, reference_texts
@@ -332,6 +333,15 @@ def test_the_figure_of_a_deep_model_is_small_too(tmp_path):
     assert (tmp_path / "a.svg").stat().st_size < 60_000
 
 
+def test_an_output_that_cannot_be_written_is_one_line(folder):
+    command = [sys.executable, "-m", "river.analyze", "memory", str(folder)]
+    for where, status in (("/dev/full", 2), ("/dev/null", 0)):
+        with open(where, "w") as out:
+            result = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        assert result.returncode == status and "Traceback" not in result.stderr, result.stderr
+        assert ("cannot write the output" in result.stderr) is (status == 2)
+
+
 def test_without_matplotlib_a_figure_is_refused_before_anything_is_measured(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(analyze, "load", lambda *args, **kwargs: pytest.fail("the measurement has begun"))
@@ -345,7 +355,7 @@ def test_without_matplotlib_a_figure_is_refused_before_anything_is_measured(fold
     "args, said",
     (
         (["similarity", "--text", "no/such/file"], "no/such/file"),
-        (["similarity", "no/such/model"], "config.json"),
+        (["similarity", "no/such/model"], "no folder 'no/such/model'"),
         (["similarity", "--figure", "out.png"], ".svg"),
         (["similarity", "--figure", "no/such/folder/out.svg"], "folder"),
         (["memory", "--shape", "llama-3.2-1b", "--offload", "17"], "17"),

@@ -188,7 +188,9 @@ def test_a_changed_source_or_shape_has_another_package(tiny, monkeypatch):
     monkeypatch.undo()
     read_text = Path.read_text
     for source in ("model.py", "linear.py", "quantize.py", "rope.py", "compile.py", "programs.py"):
-        monkeypatch.setattr(Path, "read_text", lambda self: read_text(self) + "# changed" * (self.name == source))
+        monkeypatch.setattr(
+            Path, "read_text", lambda self, **how: read_text(self, **how) + "# changed" * (self.name == source)
+        )
         assert first != key(), source
 
 

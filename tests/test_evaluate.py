@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -135,6 +136,17 @@ def test_answers_of_another_run_are_not_mixed(folder, questions, tmp_path, capsy
         (tmp_path / "mine").write_text(text)
         assert evaluate(folder, "gsm8k", questions, "--output", tmp_path / "mine") == 2
         assert (tmp_path / "mine").read_text() == text and "choose another --output" in capsys.readouterr().err
+
+
+def test_answers_of_other_code_are_not_mixed(folder, questions, tmp_path, capsys, monkeypatch):
+    """Whoever changed a rule and ran the same command again was shown the table of the rule before."""
+    args = [questions, "--limit", 1, "--model", folder, "--output", tmp_path / "o.jsonl", "--max-new-tokens", 4]
+    assert main(["gsm8k", *map(str, args)]) == 0
+    read_text = Path.read_text
+    changed = lambda self, **how: read_text(self, **how) + "#" * (self.name == "controller.py")  # noqa: E731
+    monkeypatch.setattr(Path, "read_text", changed)
+    assert main(["gsm8k", *map(str, args)]) == 2
+    assert "of another run (code" in capsys.readouterr().err
 
 
 def test_a_command_that_failed_does_not_block_the_right_one(folder, questions, tmp_path, capsys):

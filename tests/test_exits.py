@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,6 +94,17 @@ def test_files_of_different_bits_do_not_mix(built):
     again, was_built = load_again(folder)
     assert was_built
     assert_same(again, river)
+
+
+def test_a_changed_quantiser_builds_again(built, monkeypatch):
+    """Whoever mended a quantiser was given the river that it had made before."""
+    folder, _, _ = built
+    read_text = Path.read_text
+    for source in ("quantize.py", "awq.py", "linear.py"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_text", lambda self, **how: read_text(self, **how) + "#" * (self.name == source))
+            assert load_again(folder)[1], source
+    assert load_again(folder)[1] and not load_again(folder)[1]
 
 
 def test_another_checkpoint_of_the_same_shape_gets_a_river_of_its_own(built, tmp_path):

@@ -189,3 +189,12 @@ def test_an_error_holds_no_control_characters():
     """Names in a file, or a server's answer, could steer the terminal that the error is printed on."""
     error = RiverError("tensor \x1b]0;title\x07 in\n\n two \x9b31m lines")
     assert str(error) == "tensor  ]0;title  in  two  31m lines"
+
+
+@pytest.mark.parametrize("name", ("config.json", "tokenizer.json", "model.safetensors"))
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(tmp_path, name):
+    folder = write_tiny_checkpoint(tmp_path / "tiny")
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(RiverError, match=f"{name} is no regular file"):
+        load(folder, device="cpu")

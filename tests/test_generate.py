@@ -11,6 +11,7 @@ import pytest
 from conftest import ROOT, write_tiny_checkpoint
 
 import generate
+from river import commands
 from river.terminal import ExitPainter
 
 BACKBONE_IDS = [504, 3575, 282, 4649, 314, 7042, 30, 2]  # "The capital of France is Paris.<|im_end|>"
@@ -165,6 +166,11 @@ def test_chat_keeps_its_cache_and_passes_over_empty_lines(folder, capsys, monkey
         (("--prompt", "word " * 2000), ("context is 512",)),
         (("--speed", "11"), ("--speed",)),
         (("--trace", "--json"), ("--trace", "--json")),
+        (("--trace", "--lossless"), ("--trace", "--lossless")),
+        (("--raw", "--system", "Be brief."), ("--system", "--raw")),
+        (("--exit-rule", "never", "--exit-layer", 2), ("--exit-layer", "--exit-rule never")),
+        (("--exit-rule", "fixed"), ("fixed", "--exit-layer", "0 to 4")),
+        (("--model", ""), ("folder", "ORG/NAME")),
         (("--trace", "--prompt", "and another"), ("--trace", "one prompt")),
     ),
 )
@@ -178,9 +184,26 @@ def test_bad_values_get_one_clear_line(folder, capsys, args, named):
         assert word in last
 
 
+@pytest.mark.parametrize("option, value", (("--exit-rule", "similarly"), ("--kv", "hare")))
+def test_a_name_that_is_not_known_is_refused_before_a_model_is_loaded(capsys, monkeypatch, option, value):
+    monkeypatch.setattr(commands, "find_model", lambda name: pytest.fail("the model is looked for already"))
+    status, out, err = run(capsys, "--prompt", "Hello", option, value)
+    assert status == 2 and value in err and "known are" in err
+
+
+@pytest.mark.parametrize("closed", ("<&-", ">&-", "2>&-", ">&- 2>&-"))
+def test_streams_that_the_shell_has_closed_are_no_traceback(folder, closed):
+    """Python has None in place of them: writing ended in an AttributeError, or statistics landed in the text."""
+    status, out, err = shell(f"$G --model {folder} --max-new-tokens 4 --prompt Hello {closed}")
+    assert status == 0 and "Traceback" not in err
+    assert ("prompt tokens" in err) is ("2>" not in closed) and b"prompt tokens" not in out
+    status, _, err = shell(f"$G --model {folder} {closed}")
+    assert status == 2 and "Traceback" not in err
+
+
 def test_models_that_cannot_be_had_get_one_clear_line(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
-    monkeypatch.setattr(generate, "WEIGHTS", tmp_path / "weights")
+    monkeypatch.setattr(commands, "WEIGHTS", tmp_path / "weights")
     (tmp_path / "empty").mkdir()
     bad = {
         name: write_tiny_checkpoint(tmp_path / name)

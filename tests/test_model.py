@@ -1,5 +1,7 @@
 """The decoder against independent sources: the fixture families and a naive float64 re-implementation."""
 
+import dataclasses
+
 import naive
 import pytest
 import torch
@@ -103,3 +105,16 @@ def test_positions_far_out_stay_apart_in_bfloat16(tiny_model):
     cos, _ = tiny_model.rope.tables(torch.tensor([400, 401]), 402, torch.float32)
     expected = torch.tensor([400.0, 401.0]).double()[:, None] * 10000 ** (-torch.arange(0, 16, 2).double() / 16)
     torch.testing.assert_close(cos[:, :8].double(), expected.cos(), atol=1e-4, rtol=0)
+
+
+def test_a_norm_that_a_fork_extends_keeps_its_fields_in_compiled_programs():
+    """`with_tensors`, which the compiled layer calls, made a plain RMSNorm of it: wrong numbers without an error."""
+
+    @dataclasses.dataclass
+    class Offset(RMSNorm):
+        offset: float = 0.0
+
+    norm = Offset(torch.ones(4), 1e-5, offset=1.0)
+    assert norm.with_tensors([torch.zeros(4)]).offset == 1.0
+    assert norm.signature() != Offset(torch.ones(4), 1e-5).signature()
+    assert norm.signature() == Offset(torch.zeros(4), 1e-5, offset=1.0).signature()

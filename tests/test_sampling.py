@@ -25,7 +25,7 @@ def test_draws_follow_the_probabilities():
     torch.testing.assert_close(counts, LOGITS.softmax(-1)[0], atol=0.015, rtol=0)
 
 
-@pytest.mark.parametrize("temperature", (1e-6, 1e-30, 1e-45))
+@pytest.mark.parametrize("temperature", (1e-6, 1e-30, 1e-45, 1e-300, 5e-324))
 def test_a_tiny_temperature_is_greedy_and_not_nan(temperature):
     """Dividing logits by it overflows; the top one must come out, not NaN."""
     logits = torch.tensor([[1.0, 900.0, 2.0, 899.0]])
