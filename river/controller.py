@@ -26,7 +26,12 @@ def similarity(h_in, h):
 
 
 class ExitRule:
-    """What every rule inherits: `leaves` is all that a new one has to write."""
+    """What every rule inherits: `leaves` is all that a new one has to write.
+
+    `reads_head`: whether each answer behind a layer takes the LM head, which then counts among the weights read.
+    """
+
+    reads_head = False
 
     def begin(self, decoder, h, positions):
         """Called before each step, a decode step or a prompt; for rules that keep something or look ahead.
@@ -82,6 +87,7 @@ class Confidence(ExitRule):
 
     tau: float
     logits: object  # the model's: hidden states [..., D] to logits [..., vocab]
+    reads_head = True
 
     def leaves(self, depth, h_in, h):
         return depth > 0 and self.tau < 1 and bool((self.score(self.logits(h).softmax(-1)) > self.tau).all())

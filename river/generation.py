@@ -127,14 +127,15 @@ class Generation:
         """Mean bytes of weights that were read for a decoded token; None without decode steps."""
         if not self.exit_layers:
             return None
+        how = self.decoder.kv, self.decoder.exit_rule
         if self.drafting:
-            verifying = self.llm.step_nbytes(self.llm.config.n_layers, self.decoder.kv)
-            drafting = self.llm.step_nbytes(self.decoder.exit_rule.exit_layer, self.decoder.kv)
+            verifying = self.llm.step_nbytes(self.llm.config.n_layers, *how)
+            drafting = self.llm.step_nbytes(self.decoder.exit_rule.exit_layer, *how)
             drafting += self.draft_head.nbytes - self.llm.model.lm_head.nbytes
             counts = self.drafting.verifications, self.drafting.drafted
             return (counts[0] * verifying + counts[1] * drafting) / len(self.exit_layers)
         depths = Counter(self.exit_layers)
-        return sum(self.llm.step_nbytes(d, self.decoder.kv) * n for d, n in depths.items()) / len(self.exit_layers)
+        return sum(self.llm.step_nbytes(d, *how) * n for d, n in depths.items()) / len(self.exit_layers)
 
 
 class Chat:

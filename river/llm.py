@@ -183,7 +183,10 @@ class RiverLLM:
             raise RiverError("the oracle is for one prompt, with --kv share and not --prefill exit")
         return Decoder(self.model, self.river, rule, prefill, batch, max_len, settings.kv)
 
-    def step_nbytes(self, exit_layer, kv):
-        """Bytes of weights that a decode step reads when it leaves after `exit_layer` layers, under a strategy."""
+    def step_nbytes(self, exit_layer, kv, exit_rule):
+        """Bytes of weights that a decode step reads that leaves after `exit_layer` layers, by a strategy and a rule."""
         backbone = sum(layer.nbytes for layer in self.model.layers[:exit_layer])
-        return backbone + kv.nbytes(exit_layer) + self.model.norm.weight.nbytes + self.model.lm_head.nbytes
+        asked = min(exit_layer, self.config.n_layers - 1) if exit_rule.reads_head else 0
+        return (
+            backbone + kv.nbytes(exit_layer) + (1 + asked) * (self.model.norm.weight.nbytes + self.model.lm_head.nbytes)
+        )

@@ -33,7 +33,7 @@ def measure(llm, settings, prompt, steps, given=None):
         token.item()
         depths.append(depth)
     seconds = (time.perf_counter() - first) / steps
-    nbytes = statistics.mean(llm.step_nbytes(depth, decoder.kv) for depth in depths)
+    nbytes = statistics.mean(llm.step_nbytes(depth, decoder.kv, decoder.exit_rule) for depth in depths)
     return {"ttft_s": first - started, "step_s": seconds, "depth": statistics.mean(depths), "nbytes": nbytes}
 
 

@@ -6,7 +6,7 @@ import pytest
 from conftest import write_tiny_checkpoint
 
 from river import bench
-from river.controller import FixedDepth
+from river.controller import Confidence, FixedDepth, Never
 from river.decode import Decoder
 
 
@@ -82,8 +82,9 @@ def test_random_weights_of_a_shape_read_the_bytes_of_that_shape(monkeypatch):
     norms = 2 * 128 * 2
     head = 512 * 128 * 2 + 128 * 2
     kv = Decoder(llm.model, llm.river, FixedDepth(1), max_len=8).kv
-    assert llm.step_nbytes(3, kv) == 3 * (2 * weights + norms) + head
-    assert llm.step_nbytes(0, kv) == 3 * (weights // 2 + weights // 64 * 4 + norms) + head
+    assert llm.step_nbytes(3, kv, Never()) == 3 * (2 * weights + norms) + head
+    assert llm.step_nbytes(3, kv, Confidence(0.5, None)) == 3 * (2 * weights + norms) + 3 * head, "asked after 1 and 2"
+    assert llm.step_nbytes(0, kv, Never()) == 3 * (weights // 2 + weights // 64 * 4 + norms) + head
     logits, _ = Decoder(llm.model, llm.river, FixedDepth(1), max_len=8).prefill([[1, 2, 3]])
     assert logits.shape == (1, 512) and logits.isfinite().all()
 

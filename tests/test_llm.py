@@ -7,6 +7,7 @@ import pytest
 
 import river as river_package
 from river import RiverError, load
+from river.controller import Never
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def test_statistics_of_almost_nothing(llm, n):
 
 def test_a_deeper_exit_reads_more_bytes(llm):
     kv = llm.decoder(river_package.Settings(), 1, 8).kv
-    sizes = [llm.step_nbytes(depth, kv) for depth in range(5)]
+    sizes = [llm.step_nbytes(depth, kv, Never()) for depth in range(5)]
     assert sizes == sorted(sizes) and sizes[0] < sizes[4]
 
 
