@@ -2,6 +2,9 @@
 
 import dataclasses
 
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
 from .errors import RiverError
 from .linear import Linear, QuantLinear
 from .model import RMSNorm
@@ -35,12 +38,15 @@ def trace(llm, prompt, settings, write, raw=False, system=None):
     write(f"left the backbone after {exit_layer} of {llm.config.n_layers} layers")
 
 
+KINDS = {RMSNorm: "norm", Linear: "full precision", QuantLinear: "quantised"}
+
+
 def _traced(layers, place, write):
     return [TracedLayer(layer, place, write) for layer in layers]
 
 
 class TracedLayer:
-    """A `DecoderLayer` that tells of each norm and linear what comes in and out."""
+    """A `DecoderLayer` that tells of each norm, linear and attention what comes in and out."""
 
     def __init__(self, layer, place, write):
         self.name, self.write = f"{place} {layer.index + 1}", write
@@ -48,7 +54,7 @@ class TracedLayer:
         self.layer = dataclasses.replace(layer, **parts)
 
     def _traced_part(self, name, part):
-        kind = {RMSNorm: "norm", Linear: "full precision", QuantLinear: "quantised"}[type(part)]
+        kind = KINDS.get(type(part), type(part).__name__)
 
         def call(x):
             y = part(x)
@@ -58,7 +64,8 @@ class TracedLayer:
         return call
 
     def __call__(self, h, positions, cache):
-        h = self.layer(h, positions, cache)
+        with Attention(self.name, self.write):
+            h = self.layer(h, positions, cache)
         k, _ = cache.layer(self.layer.index)
         slots = f"{positions.start}..{positions.end - 1}" if positions.end - positions.start > 1 else positions.start
         self.write(f"{self.name + ' K, V written':<42} slot {slots} of {_shape(k)} each")
@@ -66,6 +73,21 @@ class TracedLayer:
 
     def __getattr__(self, name):
         return getattr(self.layer, name)
+
+
+class Attention(TorchFunctionMode):
+    """Tells, while a layer runs, what its attention sees: K and V of the cache, whoever wrote them."""
+
+    def __init__(self, name, write):
+        super().__init__()
+        self.name, self.write = name, write
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        y = function(*args, **(kwargs or {}))
+        if function is F.scaled_dot_product_attention:
+            q, k, _ = args
+            self.write(f"{self.name + ' attention':<42} q {_shape(q)}, K and V {_shape(k)} -> {_shape(y)} {y.dtype}")
+        return y
 
 
 def _shape(tensor):
