@@ -103,7 +103,7 @@ class DecoderLayer:
     input_layernorm: RMSNorm
     qkv_proj: object
     o_proj: object
-    post_attention_layernorm: RMSNorm
+    post_attention_layernorm: RMSNorm  # Llama's name for the one before the feed-forward
     gate_up_proj: object
     down_proj: object
     q_norm: RMSNorm | None = None
