@@ -192,7 +192,7 @@ def parse_arguments(argv):
     whats = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     for what, line in LINES.items():
         subparser = whats.add_parser(what, help=line, description=line)
-        subparser.set_defaults(figure=None, shape=None, compile=False, dtype="bfloat16")
+        subparser.set_defaults(figure=None, text=None, shape=None, compile=False, dtype="bfloat16")
         add = subparser.add_argument
         add("model", nargs="?", default=DEFAULT_MODEL, help=MODEL_HELP)
         add("--json", action="store_true", help="one JSON object too, on the last line")
@@ -224,11 +224,11 @@ def parse_arguments(argv):
 
 def measure(args):
     """The result of one WHAT, a dict that JSON can hold."""
+    prompts = read_prompts(args.text) if args.text else PROMPTS  # before the model, which may be a long download
     args.model = args.shape or find_model(args.model)
     result = {"what": args.what, "model": str(args.model), "torch": torch.__version__}
     if args.what == "memory":
         return result | memory(args)
-    prompts = read_prompts(args.text) if args.text else PROMPTS
     if "rounds" in args:
         warn_if_busy()
     llm = load(args.model, device=args.device, dtype=args.dtype, compile=args.compile, log=log)

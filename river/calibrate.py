@@ -53,13 +53,14 @@ def run(args):
     kind, target = parse_target(args.target)
     if args.texts < 2:
         raise RiverError(f"--texts is {args.texts}, but should be 2 or above")
+    text = read_text(args.text) if args.text else None  # before the model, which may be a long download
     options = {"quantizer": args.quantizer, "group_size": args.group_size, "bits": args.bits}
     llm = load(find_model(args.model), args.device, compile=args.compile, log=log, **options)
     if not llm.river_path.exists():
         raise RiverError(f"{llm.river_path} is not there, to store a threshold beside: can the folder be written to?")
     if llm.config.context < PROMPT + SCORED:
         raise RiverError(f"the model's context is {llm.config.context}, and a piece has {PROMPT + SCORED} tokens")
-    texts, source = texts_of_file(llm, args) if args.text else own_texts(llm, args.texts)
+    texts, source = texts_of_file(llm, text, args) if args.text else own_texts(llm, args.texts)
     results = measure(llm, texts)
     print_table(results)
     if kind != "speedup":
@@ -92,9 +93,9 @@ def parse_target(text):
     raise RiverError(f"--target {text!r} should be agreement=0.98, kl=0.05 or speedup=1.5, or the like")
 
 
-def texts_of_file(llm, args):
+def texts_of_file(llm, text, args):
     """Pieces of a text, in random order: a list of (prompt ids, ids to compare), and what they are."""
-    ids, size = llm.tokenizer.encode(read_text(args.text)), PROMPT + SCORED
+    ids, size = llm.tokenizer.encode(text), PROMPT + SCORED
     pieces = [ids[i : i + size] for i in range(0, len(ids) - size + 1, size)]
     if max(ids, default=0) >= llm.config.vocab_size:
         raise RiverError(f"{args.text} has the token {max(ids)}, but the model knows {llm.config.vocab_size}")

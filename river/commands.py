@@ -59,11 +59,11 @@ def find_model(name):
     Raises:
         RiverError: it is neither, or cannot be downloaded.
     """
-    from weights.download import fetch, is_complete  # which import this package
+    from weights.download import REPOSITORY, fetch, is_complete  # which import this package
 
     if str(name) and Path(name).is_dir():
         return Path(name)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
+    if not REPOSITORY.fullmatch(str(name)):
         raise RiverError(f"there is no folder {str(name)!r}, and it is not the name of a model (ORG/NAME) either")
     folder = WEIGHTS / name
     return folder if is_complete(folder) else fetch(name, folder)

@@ -26,12 +26,7 @@ def similarity(h_in, h):
 
 
 class ExitRule:
-    """What every rule inherits: `leaves` is all that a new one has to write.
-
-    `reads_head`: whether each answer behind a layer takes the LM head, which then counts among the weights read.
-    """
-
-    reads_head = False
+    """What every rule inherits: `leaves` is all that a new one has to write."""
 
     def begin(self, decoder, h, positions):
         """Called before each step, a decode step or a prompt; for rules that keep something or look ahead.
@@ -52,6 +47,10 @@ class ExitRule:
                 run, or a prompt's tokens. N falls when a row ends.
         """
         raise NotImplementedError
+
+    def head_reads(self, asked):
+        """How often the LM head is read where `leaves` is asked behind so many layers: it counts as weights read."""
+        return 0
 
 
 @dataclass
@@ -87,10 +86,12 @@ class Confidence(ExitRule):
 
     tau: float
     logits: object  # the model's: hidden states [..., D] to logits [..., vocab]
-    reads_head = True
 
     def leaves(self, depth, h_in, h):
         return depth > 0 and self.tau < 1 and bool((self.score(self.logits(h).softmax(-1)) > self.tau).all())
+
+    def head_reads(self, asked):
+        return asked if self.tau < 1 else 0
 
     def score(self, probabilities):
         """How sure the head is of each token: [N] for probabilities [N, vocab]."""

@@ -25,7 +25,7 @@ from .intervals import bootstrap, paired_difference, proportion
 from .llm import load
 from .records import Records
 from .settings import parse_setting
-from .tasks import GSM8K, Agreement, HumanEval, Perplexity
+from .tasks import GSM8K, Agreement, HumanEval, Perplexity, read_text
 from .tokenizer import load_tokenizer
 
 FILES = {
@@ -88,8 +88,8 @@ def run(args):
             raise RiverError(f"--{name.replace('_', '-')} is {vars(args)[name]}, but should be 1 or above")
     generation = {"max_new_tokens": args.max_new_tokens} if args.task in MAX_NEW_TOKENS else {}
     settings = {name: parse_setting(name, **generation) for name in args.setting or DEFAULT_SETTINGS}
+    task = make_task(args)  # before the model, which may be a long download
     args.model = find_model(args.model)
-    task = make_task(args)
     output = Path(args.output or f"{args.task}-{Path(args.model).resolve().name}.jsonl")
     records = Records(output, {**describe(args), **generation, **task.options})
     if any((problem, setting) not in records.of for problem in task.problems for setting in settings):
@@ -112,7 +112,8 @@ def make_task(args):
         return HumanEval(args.file, args.limit, args.allow_code_execution)
     if args.task == "agreement":
         return Agreement(args.file, args.limit, args.max_new_tokens)
-    folder = Path(args.model)
+    read_text(args.file)  # for its errors, before a download
+    folder = find_model(args.model)
     return Perplexity(args.file, load_tokenizer(folder), load_config(folder).context, args.limit, args.window)
 
 

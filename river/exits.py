@@ -20,7 +20,10 @@ from .linear import QuantLinear, layout_for, pack, scale_dtype
 from .quantize import check_settings, quantize
 
 LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-SOURCES = ("quantize.py", "awq.py", "linear.py", "exits.py")  # what decides the contents of a file
+# What decides the contents of a file; the last three by the inputs that awq takes from the backbone.
+SOURCES = (
+    "exits.py", "quantize.py", "awq.py", "linear.py", "config.py", "checkpoint.py", "model.py", "rope.py", "cache.py",
+)  # fmt: skip
 
 
 def load_river(model, folder, quantizer="hqq", group_size=64, bits=4, log=lambda line, done: None):

@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 
+from .controller import Oracle
 from .decode import generate
 from .errors import RiverError
 from .lossless import Drafting, draft_and_verify
@@ -124,8 +125,8 @@ class Generation:
 
     @property
     def nbytes_per_step(self):
-        """Mean bytes of weights that were read for a decoded token; None without decode steps."""
-        if not self.exit_layers:
+        """Mean bytes of weights that were read for a decoded token; None without decode steps, or under the oracle."""
+        if not self.exit_layers or isinstance(self.decoder.exit_rule, Oracle):
             return None
         how = self.decoder.kv, self.decoder.exit_rule
         if self.drafting:

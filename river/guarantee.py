@@ -13,7 +13,7 @@ import math
 import torch
 
 from .errors import RiverError
-from .files import SafetensorsFile, complete_or_absent, read_json
+from .files import SafetensorsFile, complete_or_absent, digest_of_sources, read_json
 
 CONFIDENCE = 0.95
 TAUS = (0.99, 0.98, 0.97, 0.95, 0.9, 0.8, 0.65, 0.5)  # strict to lax
@@ -70,7 +70,7 @@ def held_out(losses_by_tau, bound, splits=100):
 def save(river_path, found):
     """Keep what was found beside the river file that it was found with: a dict with what `load` asks for."""
     with complete_or_absent(_path(river_path)) as temporary:
-        temporary.write_text(json.dumps({"river": _river(river_path), **found}, indent=1))
+        temporary.write_text(json.dumps({"of": _identity(river_path), **found}, indent=1))
 
 
 def load(river_path):
@@ -86,8 +86,8 @@ def load(river_path):
     found = read_json(path)
     kinds = {"target": str, "confidence": float, "text": str, "texts": int}
     whole = found.get("tau") in TAUS and all(isinstance(found.get(key), kind) for key, kind in kinds.items())
-    if found.get("river") != _river(river_path) or not whole:
-        raise RiverError(f"{path} belongs to another checkpoint, river or version of PyTorch; {again}")
+    if found.get("of") != _identity(river_path) or not whole:
+        raise RiverError(f"{path} belongs to another checkpoint, river, code or version of PyTorch; {again}")
     return found
 
 
@@ -95,6 +95,6 @@ def _path(river_path):
     return river_path.with_name(river_path.name.replace("river-", "tau-", 1)).with_suffix(".json")
 
 
-def _river(river_path):
-    """What a river file says that it was built from."""
-    return SafetensorsFile(river_path).metadata["river"]
+def _identity(river_path):
+    """What a guarantee is of: a river, by what its file says that it was built from, and the code that runs it."""
+    return [SafetensorsFile(river_path).metadata["river"], digest_of_sources()]

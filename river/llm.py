@@ -186,7 +186,5 @@ class RiverLLM:
     def step_nbytes(self, exit_layer, kv, exit_rule):
         """Bytes of weights that a decode step reads that leaves after `exit_layer` layers, by a strategy and a rule."""
         backbone = sum(layer.nbytes for layer in self.model.layers[:exit_layer])
-        asked = min(exit_layer, self.config.n_layers - 1) if exit_rule.reads_head else 0
-        return (
-            backbone + kv.nbytes(exit_layer) + (1 + asked) * (self.model.norm.weight.nbytes + self.model.lm_head.nbytes)
-        )
+        heads = 1 + exit_rule.head_reads(min(exit_layer, self.config.n_layers - 1))
+        return backbone + kv.nbytes(exit_layer) + heads * (self.model.norm.weight.nbytes + self.model.lm_head.nbytes)

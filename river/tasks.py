@@ -40,7 +40,7 @@ def read_jsonl(path, *fields):
     for number, line in lines:
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # a number too long, or too many brackets
             raise RiverError(f"{path}, line {number}: not JSON ({error})") from error
         for field in fields:
             if not isinstance(record, dict) or not isinstance(record.get(field), str):

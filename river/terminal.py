@@ -64,8 +64,9 @@ def print_statistics(run):
     if run.ttft_s is not None:
         lines[0] += f", first after {run.ttft_s:.2f} s"
     if run.decode_tokens_per_s:
-        gigabytes_per_s = run.nbytes_per_step * len(run.exit_layers) / run.decode_s / 1e9
         lines[0] += f", then {run.decode_tokens_per_s:.1f} tokens/s"
+    if run.decode_tokens_per_s and run.nbytes_per_step:
+        gigabytes_per_s = run.nbytes_per_step * len(run.exit_layers) / run.decode_s / 1e9
         lines.append(f"weights read: {run.nbytes_per_step / 1e6:.1f} MB a step, {gigabytes_per_s:.1f} GB/s")
     if run.prefill_exit_layer is not None:
         lines.append(f"backbone layers run, of {L}: prompt {run.prefill_exit_layer}")

@@ -18,6 +18,7 @@ from safetensors import safe_open
 
 from river.checkpoint import load_model
 from river.files import save_safetensors
+from weights import download
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FAMILIES = FIXTURES / "families"
@@ -29,6 +30,24 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: needs the default model's weights, the network, or many seconds")
+
+
+@pytest.fixture(autouse=True)
+def no_model_is_fetched(request, monkeypatch):
+    """A test that is not slow fails where it would use the default model, whether that is there or not."""
+    if "slow" in request.keywords:
+        return
+
+    def guarded(function):
+        def call(*args, **options):
+            if DEFAULT_MODEL in args:
+                raise AssertionError("a test that is not marked slow wants the default model")
+            return function(*args, **options)
+
+        return call
+
+    monkeypatch.setattr(download, "fetch", guarded(download.fetch))
+    monkeypatch.setattr(download, "is_complete", guarded(download.is_complete))
 
 
 def pytest_collection_modifyitems(config, items):

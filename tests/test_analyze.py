@@ -239,12 +239,19 @@ def test_quantizers_are_compared_on_the_same_texts(folder, llm, capsys):
     assert pareto.summary(pareto.quality(whole, {0: pareto.FULL_4_BIT}, texts)[0])["kl"] == rows["rtn"]["kl"]
     eight, _ = run_json(capsys, "quantizers", folder, "--max-new-tokens", "6", "--bits", "8", "--quantizer", "hqq")
     assert eight["rows"][0]["weight_error"] < rows["best"]["weight_error"] / 5
-    assert probe.weight_error(llm.model, "rtn", 4) == pytest.approx(naive_error(llm.model, "rtn"), rel=1e-5)
+    assert eight["rows"][0]["kl"] < rows["best"]["kl"] / 5
+    for model, dtype in ((llm.model, torch.float32), (whole.model, torch.bfloat16)):
+        assert probe.weight_error(model, "rtn", 4) == pytest.approx(naive_error(model, "rtn", dtype), rel=1e-5)
+    assert naive_error(whole.model, "rtn", torch.bfloat16) != pytest.approx(
+        naive_error(whole.model, "rtn", torch.float32), rel=2e-5
+    ), "the check above tells stored scales from others"
 
 
-def naive_error(model, quantizer):
+def naive_error(model, quantizer, dtype):
     matrices = [matrix for layer in model.layers for name in LINEARS for matrix in getattr(layer, name).weights]
-    pairs = [(matrix, quantize(matrix, quantizer, 64).dequantize()) for matrix in matrices]
+    pairs = [
+        (matrix.double(), quantize(matrix, quantizer, 64, dtype=dtype).dequantize().double()) for matrix in matrices
+    ]
     wrong, whole = (torch.cat([t.flatten() for t in column]) for column in zip(*((b - a, a) for a, b in pairs)))
     return (wrong.norm() / whole.norm()).item()
 

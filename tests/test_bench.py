@@ -84,6 +84,7 @@ def test_random_weights_of_a_shape_read_the_bytes_of_that_shape(monkeypatch):
     kv = Decoder(llm.model, llm.river, FixedDepth(1), max_len=8).kv
     assert llm.step_nbytes(3, kv, Never()) == 3 * (2 * weights + norms) + head
     assert llm.step_nbytes(3, kv, Confidence(0.5, None)) == 3 * (2 * weights + norms) + 3 * head, "asked after 1 and 2"
+    assert llm.step_nbytes(3, kv, Confidence(1.0, None)) == llm.step_nbytes(3, kv, Never()), "it never asks the head"
     assert llm.step_nbytes(0, kv, Never()) == 3 * (weights // 2 + weights // 64 * 4 + norms) + head
     logits, _ = Decoder(llm.model, llm.river, FixedDepth(1), max_len=8).prefill([[1, 2, 3]])
     assert logits.shape == (1, 512) and logits.isfinite().all()

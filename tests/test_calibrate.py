@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,7 +112,7 @@ def run(folder, target, *more):
     return main([str(folder), "--device", "cpu", "--target", target, "--texts", "40", *more])
 
 
-def test_what_is_found_is_used_by_tau_auto_until_the_river_changes(folder, capsys):
+def test_what_is_found_is_used_by_tau_auto_until_the_river_changes(folder, capsys, monkeypatch):
     """A target that every tau keeps; then another checkpoint in the same folder must not inherit it."""
     with pytest.raises(RiverError, match="river.calibrate"):
         load(folder, device="cpu").generate("Hello", tau="auto")
@@ -124,6 +125,13 @@ def test_what_is_found_is_used_by_tau_auto_until_the_river_changes(folder, capsy
     assert llm.decoder(Settings(tau="auto"), 1, 8).exit_rule.tau == tau
     with pytest.raises(RiverError, match="no threshold"):
         load(folder, device="cpu", quantizer="rtn").generate("Hello", tau="auto")
+    read_text = Path.read_text
+    with monkeypatch.context() as patch:  # another rule's thresholds are others
+        patch.setattr(
+            Path, "read_text", lambda self, **how: read_text(self, **how) + "#" * (self.name == "controller.py")
+        )
+        with pytest.raises(RiverError, match="another checkpoint, river, code"):
+            load(folder, device="cpu").generate("Hello", tau="auto")
     write_tiny_checkpoint(folder, seed=1, eos_token_id=None)
     with pytest.raises(RiverError, match="another checkpoint"):
         load(folder, device="cpu").generate("Hello", tau="auto")

@@ -295,6 +295,8 @@ def test_code_does_not_run_unasked(folder, tmp_path, capsys):
     "task, content, more, named",
     [
         ("gsm8k", "not json\n", [], "line 1"),
+        ("gsm8k", "[" * 200_000 + "\n", [], "line 1"),
+        ("gsm8k", '{"question": ' + "1" * 5000 + "}\n", [], "line 1"),
         ("gsm8k", '{"question": "?"}\n', [], "'answer'"),
         ("gsm8k", '["question", "answer"]\n', [], "'question'"),
         ("gsm8k", '{"question": "?", "answer": "none"}\n', [], "no number"),

@@ -100,7 +100,7 @@ def test_a_changed_quantiser_builds_again(built, monkeypatch):
     """Whoever mended a quantiser was given the river that it had made before."""
     folder, _, _ = built
     read_text = Path.read_text
-    for source in ("quantize.py", "awq.py", "linear.py"):
+    for source in ("quantize.py", "awq.py", "linear.py", "config.py", "checkpoint.py", "model.py", "rope.py"):
         with monkeypatch.context() as patch:
             patch.setattr(Path, "read_text", lambda self, **how: read_text(self, **how) + "#" * (self.name == source))
             assert load_again(folder)[1], source

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -196,5 +197,11 @@ def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(tmp_path, name)
     folder = write_tiny_checkpoint(tmp_path / "tiny")
     (folder / name).unlink()
     os.mkfifo(folder / name)
-    with pytest.raises(RiverError, match=f"{name} is no regular file"):
-        load(folder, device="cpu")
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it waits for the pipe"))
+    signal.alarm(30)
+    try:
+        with pytest.raises(RiverError, match=f"{name} is no regular file"):
+            load(folder, device="cpu")
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

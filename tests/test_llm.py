@@ -1,5 +1,6 @@
 """Text in, text and depths out: what README's Python lines promise."""
 
+import dataclasses
 import math
 import time
 
@@ -159,6 +160,17 @@ def test_a_chat_continues_on_its_cache_as_if_it_had_been_one_prompt(llm):
         assert int(logits.argmax()) == reply.tokens[0][0]
         ids += reply.tokens[0][:-1]
     assert chat.decoder.length == len(ids)
+
+
+def test_the_token_that_ended_an_answer_is_not_run_twice(llm, monkeypatch):
+    """It is part of what the next turn begins with."""
+    tokens = finish(llm.chat(max_new_tokens=6, exit_layer=4).say("Hello"))[0].tokens[0]
+    config = dataclasses.replace(llm.config, eos_token_ids=frozenset(tokens[2:3]))
+    monkeypatch.setattr(llm.model, "config", config)
+    chat = llm.chat(max_new_tokens=6, exit_layer=4)
+    first, _ = finish(chat.say("Hello"))
+    assert first.stop_reasons == ["stop"]
+    assert chat.say("And then?").prompt_ids == [llm.tokenizer.chat_turn("And then?")]
 
 
 def test_an_answer_that_was_left_early_does_not_harm_the_next(llm):

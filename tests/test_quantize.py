@@ -182,14 +182,17 @@ def test_constant_groups_survive(quantizer, value):
     torch.testing.assert_close(stored.dequantize(), weight, atol=2e-6, rtol=2**-7)
 
 
-@pytest.mark.parametrize("scale", (0.0, float("nan"), float("inf"), -1.0))
-def test_a_quantiser_that_gives_no_scale_is_refused_by_name(scale, monkeypatch):
+@pytest.mark.parametrize(
+    "scale, zero", ((0.0, 8), (float("nan"), 8), (float("inf"), 8), (-1.0, 8), (1.0, float("nan")))
+)
+def test_a_quantiser_that_gives_no_scale_is_refused_by_name(scale, zero, monkeypatch):
     """A new one that forgot the group of zeros gave NaN, which was saved as a river and blamed on the checkpoint."""
 
     def forgetful(groups, grid):
         scales = groups.abs().amax(-1, keepdim=True) / 7
-        scales[0, 0] = scale
-        return scales, torch.full_like(scales, 8.0)
+        zeros = torch.full_like(scales, 8.0)
+        scales[0, 0], zeros[0, 0] = scale, zero
+        return scales, zeros
 
     monkeypatch.setitem(QUANTIZERS, "forgetful", forgetful)
     for dtype in (torch.float32, torch.bfloat16):
