@@ -19,6 +19,7 @@ from .errors import RiverError
 from .llm import load
 from .settings import Settings
 from .shapes import SHAPES, random_llm
+from .tables import print_table
 from .timing import measure, memory_bandwidth, microseconds, transformers_peer
 
 
@@ -97,7 +98,7 @@ def run(args):
     table = summarise(results, bandwidth)
     for name in settings:
         table[name]["peak_mb"] = measure_peak(args, name)
-    print_table(table)
+    print_table(COLUMNS, [{"setting": name, "peak_mb": None} | row for name, row in table.items()])
     facts = [
         args.model,
         "compiled" if args.compile else "eager",
@@ -169,18 +170,12 @@ def summarise(results, bandwidth):
     return table
 
 
-def print_table(table):
-    columns = {
-        "tokens_per_s": ("tokens/s", "{:.1f}"), "slowest": ("slowest", "{:.1f}"), "fastest": ("fastest", "{:.1f}"),
-        "to_backbone": ("x backbone", "{:.2f}"), "to_full_4_bit": ("x full 4-bit", "{:.2f}"),
-        "layers": ("layers", "{:.1f}"), "ttft_ms": ("first, ms", "{:.0f}"), "gb_per_s": ("GB/s", "{:.1f}"),
-        "of_bandwidth": ("of memory", "{:.0%}"), "peak_mb": ("peak MB", "{:.0f}"),
-    }  # fmt: skip
-    print("| setting | " + " | ".join(title for title, _ in columns.values()) + " |")
-    print("| --- |" + " ---: |" * len(columns))
-    for name, row in table.items():
-        cells = ["" if row.get(key) is None else form.format(row[key]) for key, (_, form) in columns.items()]
-        print(f"| {name} | " + " | ".join(cells) + " |")
+COLUMNS = {
+    "setting": "{setting}", "tokens/s": "{tokens_per_s:.1f}", "slowest": "{slowest:.1f}", "fastest": "{fastest:.1f}",
+    "x backbone": "{to_backbone:.2f}", "x full 4-bit": "{to_full_4_bit:.2f}", "layers": "{layers:.1f}",
+    "first, ms": "{ttft_ms:.0f}", "GB/s": "{gb_per_s:.1f}", "of memory": "{of_bandwidth:.0%}",
+    "peak MB": "{peak_mb:.0f}",
+}  # fmt: skip
 
 
 def measure_peak(args, name):

@@ -19,7 +19,9 @@ from .generation import Generation
 from .guarantee import CONFIDENCE, MOST_KL, TAUS
 from .intervals import bootstrap
 from .llm import load
+from .pareto import summary
 from .settings import NAMED_SETTINGS, Settings
+from .tables import print_table
 from .tasks import read_text
 
 PROMPT, SCORED = 32, 16  # tokens of a text that are given, and that are compared
@@ -62,7 +64,7 @@ def run(args):
         raise RiverError(f"the model's context is {llm.config.context}, and a piece has {PROMPT + SCORED} tokens")
     texts, source = texts_of_file(llm, text, args) if args.text else own_texts(llm, args.texts)
     results = measure(llm, texts)
-    print_table(results)
+    print_table(COLUMNS, [{"tau": tau, "speedup": speedup(results, tau)} | summary(results[tau]) for tau in TAUS])
     if kind != "speedup":
         kept, broke, none = guarantee.held_out(*losses_and_bound(results, kind, target))
         print(
@@ -162,17 +164,11 @@ def speedup(results, tau):
     return bootstrap([r.decode_s for r in results[None]], [r.decode_s for r in results[tau]])
 
 
-def print_table(results):
-    print("| tau | agreement, % | KL, nats | speedup [95%] | backbone layers |")
-    print("| --- | ---: | ---: | ---: | ---: |")
-    for tau in TAUS:
-        of_tau = results[tau]
-        count, steps = sum(r.tokens for r in of_tau), sum(len(r.exit_layers) for r in of_tau)
-        hits, kl = (sum(column) / count for column in zip(*((sum(r.hits), sum(r.kls)) for r in of_tau)))
-        fast, layers = speedup(results, tau), sum(sum(r.exit_layers) for r in of_tau) / steps
-        fastest = f"{fast.mean:.2f} [{fast.low:.2f}, {fast.high:.2f}]"
-        cells = [tau, f"{100 * hits:.1f}", f"{kl:.4f}", fastest, f"{layers:.1f}"]
-        print("| " + " | ".join(map(str, cells)) + " |")
+COLUMNS = {
+    "tau": "{tau}", "agreement, %": "{agreement:.1f}", "KL, nats": "{kl:.4f}",
+    "speedup [95%]": "{speedup.mean:.2f} [{speedup.low:.2f}, {speedup.high:.2f}]",
+    "backbone layers": "{exit_layer:.1f}",
+}  # fmt: skip
 
 
 if __name__ == "__main__":

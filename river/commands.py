@@ -34,7 +34,8 @@ def exit_status(name, run, args):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (RiverError, OSError) as error:
-        said = error if isinstance(error, RiverError) else f"cannot write the output: {error.strerror or error}"
+        what = getattr(error, "filename", None) or "cannot write the output"  # standard output has no name
+        said = error if isinstance(error, RiverError) else f"{what}: {error.strerror or error}"
         one_line = re.sub(r"[\x00-\x1f\x7f]+", " ", str(said))  # whatever a file or a server has put into it
         print(f"{name}: {one_line}", file=sys.stderr)
         return 2

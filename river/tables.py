@@ -1,4 +1,4 @@
-"""What analyze.py finds, as tables in Markdown."""
+"""What is measured, as tables in Markdown; and the columns of those that analyze.py prints."""
 
 import string
 
@@ -57,7 +57,8 @@ class Cell(string.Formatter):
 
 
 def print_table(columns, rows):
+    """Print a line for each of the rows, dicts; `columns` are titles and the formats of the cells below them."""
     print("| " + " | ".join(columns) + " |")
-    print("| " + " | ".join("---:" for _ in columns) + " |")
+    print("| --- |" + " ---: |" * (len(columns) - 1))
     for row in rows:
         print("| " + " | ".join(Cell().vformat(template, (), row) for template in columns.values()) + " |")
